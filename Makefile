@@ -1,0 +1,36 @@
+# One command per habit. Each target sets up what it needs on first use; nothing outside this folder is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+JOBS ?= 2
+
+.PHONY: run venv test test-fast lint bench clean
+
+# `make` alone does the main job: train the demo with staging on.
+run: venv
+	$(BIN)/shmstage run --pipeline-step-boundary --stage-next-microbatch
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py $(wildcard native/*.cpp native/*.h)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[train,dev]'
+	touch $@
+
+test: venv
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+test-fast: venv
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow'
+
+lint: venv
+	$(BIN)/ruff check shmstage tests bench examples setup.py
+	$(BIN)/mypy
+
+bench: venv
+	$(BIN)/python bench/boundary_modes.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info shmstage/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

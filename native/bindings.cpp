@@ -1,0 +1,375 @@
+// The only file that knows Python: argument checks, buffers, the GIL.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "atomics.h"
+#include "bytes.h"
+#include "fill.h"
+#include "slot_header.h"
+#include "slots.h"
+
+namespace py = pybind11;
+
+namespace {
+
+/// A contiguous buffer, held until destroyed. PyBUF_SIMPLE: bfloat16 arrays export bytes but no format.
+class Buffer {
+  public:
+    Buffer(const py::handle& object, bool writable) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) {
+            throw py::error_already_set();
+        }
+    }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() { PyBuffer_Release(&view_); }
+
+    std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
+    std::size_t nbytes() const { return static_cast<std::size_t>(view_.len); }
+
+  private:
+    Py_buffer view_{};
+};
+
+std::string text_of(const char* field, std::size_t capacity) { return {field, strnlen(field, capacity)}; }
+
+void put_text(char* field, std::size_t capacity, const std::string& text) {
+    if (text.size() >= capacity) throw py::value_error("text of " + std::to_string(text.size()) + " bytes, limit " +
+                                                       std::to_string(capacity - 1));
+    std::memset(field, 0, capacity);
+    std::memcpy(field, text.data(), text.size());
+}
+
+/// The mapped headers of one pool, for Python. Holds the mapping's buffer until release().
+class Headers {
+  public:
+    Headers(const py::handle& mapping, std::uint32_t slot_count, std::uint32_t consumer_count, std::uint64_t epoch)
+        : buffer_(new Buffer(mapping, true)), epoch_(epoch) {
+        if (buffer_->nbytes() < sizeof(shmstage::PoolHeader)) throw py::value_error("mapping smaller than a header");
+        const std::size_t room = (buffer_->nbytes() - sizeof(shmstage::PoolHeader)) / sizeof(shmstage::SlotHeader);
+        if (slot_count > room) throw py::value_error("mapping smaller than its slot headers");
+        if (consumer_count > shmstage::kMaxConsumers) throw py::value_error("too many consumers");
+        std::byte* begin = buffer_->data();
+        slots_.pool = reinterpret_cast<shmstage::PoolHeader*>(begin);
+        slots_.slots = reinterpret_cast<shmstage::SlotHeader*>(begin + sizeof(shmstage::PoolHeader));
+        slots_.slot_count = slot_count;
+        slots_.consumer_count = consumer_count;
+    }
+
+    void release() { buffer_.reset(); }
+
+    void write_owner(const std::string& run_id, const std::string& lock_path, std::uint32_t pid,
+                     std::uint64_t start_ticks) {
+        shmstage::PoolHeader& header = pool();
+        put_text(header.run_id, sizeof header.run_id, run_id);
+        put_text(header.lock_path, sizeof header.lock_path, lock_path);
+        header.owner_pid = pid;
+        header.owner_start_ticks = start_ticks;
+        header.abi_version = shmstage::kAbiVersion;
+        std::memcpy(header.magic, shmstage::kMagic, sizeof header.magic);
+    }
+
+    void write_geometry(std::uint64_t pool_nbytes, std::uint64_t payload_offset, std::uint64_t slot_stride,
+                        std::uint32_t aux_slot_count, std::uint32_t payload_shift) {
+        shmstage::PoolHeader& header = pool();
+        header.epoch = epoch_;
+        header.pool_nbytes = pool_nbytes;
+        header.payload_offset = payload_offset;
+        header.slot_stride = slot_stride;
+        header.slot_count = slots_.slot_count;
+        header.aux_slot_count = aux_slot_count;
+        header.consumer_count = slots_.consumer_count;
+        header.payload_shift = payload_shift;
+    }
+
+    void mark_ready() { shmstage::store_release(pool().ready, std::uint32_t{1}); }
+
+    py::dict describe() const {
+        const shmstage::PoolHeader& header = pool();
+        py::dict out;
+        out["ready"] = shmstage::load_acquire(header.ready) == 1;
+        out["magic"] = std::memcmp(header.magic, shmstage::kMagic, sizeof header.magic) == 0;
+        out["abi_version"] = header.abi_version;
+        out["epoch"] = header.epoch;
+        out["pool_nbytes"] = header.pool_nbytes;
+        out["payload_offset"] = header.payload_offset;
+        out["slot_stride"] = header.slot_stride;
+        out["slot_count"] = header.slot_count;
+        out["aux_slot_count"] = header.aux_slot_count;
+        out["consumer_count"] = header.consumer_count;
+        out["payload_shift"] = header.payload_shift;
+        out["owner_pid"] = header.owner_pid;
+        out["owner_start_ticks"] = header.owner_start_ticks;
+        out["heartbeat_ns"] = shmstage::load_relaxed(header.heartbeat_ns);
+        // bytes: another process wrote them, they need not be text
+        out["run_id"] = py::bytes(text_of(header.run_id, sizeof header.run_id));
+        out["lock_path"] = py::bytes(text_of(header.lock_path, sizeof header.lock_path));
+        out["last_error"] = py::bytes(text_of(header.last_error, sizeof header.last_error));
+        return out;
+    }
+
+    std::vector<std::uint64_t> counters() const {
+        std::vector<std::uint64_t> out;
+        for (const std::uint64_t& counter : pool().counters) out.push_back(shmstage::load_relaxed(counter));
+        return out;
+    }
+
+    void set_heartbeat(std::uint64_t now_ns) { shmstage::store_relaxed(pool().heartbeat_ns, now_ns); }
+    void set_last_error(const std::string& text) { put_text(pool().last_error, sizeof pool().last_error, text); }
+    void set_consumer_pid(std::uint32_t consumer, std::uint32_t pid) {
+        shmstage::store_relaxed(pool().consumer_pids[checked_consumer(consumer)], pid);
+    }
+    std::uint32_t consumer_pid(std::uint32_t consumer) const {
+        return shmstage::load_relaxed(pool().consumer_pids[checked_consumer(consumer)]);
+    }
+
+    std::int32_t claim(std::uint32_t first, std::uint32_t last, std::int64_t timeout_ns) const {
+        const shmstage::Slots& slots = checked();
+        if (first > last || last > slots.slot_count) throw py::index_error("slots out of range");
+        const py::gil_scoped_release released;
+        return shmstage::claim(slots, first, last, timeout_ns);
+    }
+
+    std::uint64_t publish(std::uint32_t slot, std::uint64_t generation, std::uint32_t layout_id,
+                          std::uint64_t target_mask, std::uint64_t step, std::uint32_t index) const {
+        return shmstage::publish(checked(), checked_slot(slot), generation, layout_id, target_mask, step, index);
+    }
+
+    bool discard(std::uint32_t slot, std::uint64_t generation) const {
+        return shmstage::discard(checked(), checked_slot(slot), generation);
+    }
+
+    int lease_state(std::uint32_t slot, std::uint64_t generation, std::uint32_t layout_id,
+                    std::uint32_t consumer) const {
+        return static_cast<int>(shmstage::lease_state(checked(), checked_slot(slot), generation, layout_id,
+                                                      checked_consumer(consumer), epoch_));
+    }
+
+    bool end_lease(std::uint32_t slot, std::uint64_t generation, std::uint32_t consumer) const {
+        return shmstage::end_lease(checked(), checked_slot(slot), generation, checked_consumer(consumer));
+    }
+
+    bool is_free(std::uint32_t slot) const { return shmstage::is_free(checked(), checked_slot(slot)); }
+    void wake_all() const { shmstage::wake_all(checked()); }
+
+    std::uint64_t generation(std::uint32_t slot) const {
+        return shmstage::load_acquire(checked().slots[checked_slot(slot)].generation);
+    }
+
+    /// (generation, target_mask, layout_id, step, index, ended per consumer), for messages.
+    py::tuple slot_state(std::uint32_t slot) const {
+        const shmstage::SlotHeader& header = checked().slots[checked_slot(slot)];
+        std::vector<std::uint64_t> ended;
+        for (std::uint32_t consumer = 0; consumer < slots_.consumer_count; ++consumer) {
+            ended.push_back(shmstage::load_acquire(header.ended[consumer]));
+        }
+        return py::make_tuple(shmstage::load_acquire(header.generation), shmstage::load_acquire(header.target_mask),
+                              shmstage::load_relaxed(header.layout_id), shmstage::load_relaxed(header.step),
+                              shmstage::load_relaxed(header.index), ended);
+    }
+
+    std::uint32_t late_version(std::uint32_t slot, std::uint32_t field) const {
+        return shmstage::load_acquire(late_word(slot, field));
+    }
+
+    void bump_late_version(std::uint32_t slot, std::uint32_t field) const {
+        std::uint32_t& word = late_word(slot, field);
+        shmstage::store_release(word, shmstage::load_relaxed(word) + 1);
+    }
+
+  private:
+    shmstage::PoolHeader& pool() const { return *checked().pool; }
+
+    const shmstage::Slots& checked() const {
+        if (!buffer_) throw std::runtime_error("pool headers used after release");
+        return slots_;
+    }
+
+    std::uint32_t checked_slot(std::uint32_t slot) const {
+        if (slot >= slots_.slot_count) throw py::index_error("slot out of range");
+        return slot;
+    }
+
+    std::uint32_t checked_consumer(std::uint32_t consumer) const {
+        if (consumer >= slots_.consumer_count) throw py::index_error("consumer out of range");
+        return consumer;
+    }
+
+    std::uint32_t& late_word(std::uint32_t slot, std::uint32_t field) const {
+        if (field >= shmstage::kMaxLateFields) throw py::index_error("late field out of range");
+        return checked().slots[checked_slot(slot)].late_versions[field];
+    }
+
+    std::unique_ptr<Buffer> buffer_;  ///< keeps the mapping exported, so that it cannot be unmapped under us
+    shmstage::Slots slots_{};         ///< points into buffer_
+    std::uint64_t epoch_;
+};
+
+void bind_memory(py::module_& module) {
+    module.attr("ABI_VERSION") = shmstage::kAbiVersion;
+    module.attr("MAX_CONSUMERS") = shmstage::kMaxConsumers;
+    module.attr("MAX_LATE_FIELDS") = shmstage::kMaxLateFields;
+    module.attr("POOL_HEADER_NBYTES") = sizeof(shmstage::PoolHeader);
+    module.attr("SLOT_HEADER_NBYTES") = sizeof(shmstage::SlotHeader);
+
+    py::class_<Headers>(module, "Headers", "Mapped pool and slot headers; holds the mapping until release().")
+        .def(py::init<py::handle, std::uint32_t, std::uint32_t, std::uint64_t>(), py::arg("mapping"),
+             py::arg("slot_count"), py::arg("consumer_count"), py::arg("epoch"))
+        .def("release", &Headers::release)
+        .def("write_owner", &Headers::write_owner, py::arg("run_id"), py::arg("lock_path"), py::arg("pid"),
+             py::arg("start_ticks"))
+        .def("write_geometry", &Headers::write_geometry, py::kw_only(), py::arg("pool_nbytes"),
+             py::arg("payload_offset"), py::arg("slot_stride"), py::arg("aux_slot_count"), py::arg("payload_shift"))
+        .def("mark_ready", &Headers::mark_ready)
+        .def("describe", &Headers::describe)
+        .def("counters", &Headers::counters)
+        .def("set_heartbeat", &Headers::set_heartbeat)
+        .def("set_last_error", &Headers::set_last_error)
+        .def("set_consumer_pid", &Headers::set_consumer_pid)
+        .def("consumer_pid", &Headers::consumer_pid)
+        .def("claim", &Headers::claim)
+        .def("publish", &Headers::publish)
+        .def("discard", &Headers::discard)
+        .def("lease_state", &Headers::lease_state)
+        .def("end_lease", &Headers::end_lease)
+        .def("is_free", &Headers::is_free)
+        .def("wake_all", &Headers::wake_all)
+        .def("generation", &Headers::generation)
+        .def("slot_state", &Headers::slot_state)
+        .def("late_version", &Headers::late_version)
+        .def("bump_late_version", &Headers::bump_late_version);
+
+    module.def(
+        "copy_into",
+        [](const py::handle& destination, const py::handle& source) {
+            const Buffer to(destination, true);
+            const Buffer from(source, false);
+            if (to.nbytes() != from.nbytes()) {
+                throw py::value_error("copy of " + std::to_string(from.nbytes()) + " bytes into " +
+                                      std::to_string(to.nbytes()));
+            }
+            const py::gil_scoped_release released;
+            shmstage::copy_bytes(to.data(), from.data(), to.nbytes());
+        },
+        py::arg("destination"), py::arg("source"),
+        "Copies bytes between two contiguous buffers of equal size, GIL released. ValueError if sizes differ.");
+
+    module.def(
+        "populate",
+        [](const py::handle& mapping, bool writable) {
+            const Buffer buffer(mapping, writable);
+            const py::gil_scoped_release released;
+            return shmstage::populate(buffer.data(), buffer.nbytes(), writable);
+        },
+        py::arg("mapping"), py::arg("writable"), "Pre-faults a mapping; returns 0 or an errno.");
+
+    module.def(
+        "advise_huge_pages",
+        [](const py::handle& mapping) {
+            const Buffer buffer(mapping, true);
+            shmstage::advise_huge_pages(buffer.data(), buffer.nbytes());
+        },
+        py::arg("mapping"));
+}
+
+// --- packing ---------------------------------------------------------------------------------------------
+
+/// a * b for sizes that came from Python; refuses what does not fit in 64 bits.
+std::uint64_t product(std::uint64_t a, std::uint64_t b) {
+    std::uint64_t out = 0;
+    if (__builtin_mul_overflow(a, b, &out)) throw py::value_error("size does not fit in 64 bits");
+    return out;
+}
+
+void check_nbytes(const char* what, std::uint64_t got, std::uint64_t want) {
+    if (got != want) {
+        throw py::value_error(std::string(what) + " of " + std::to_string(got) + " bytes, want " +
+                              std::to_string(want));
+    }
+}
+
+using SpanArguments = std::tuple<py::object, std::uint64_t, unsigned char, std::vector<py::object>>;
+
+void fill_microbatch(std::uint64_t rows, std::uint64_t tokens,
+                     const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>& spans,
+                     const py::object& segment_ids, const py::object& segment_positions,
+                     const std::vector<SpanArguments>& fields) {
+    // positions and segment ids are int32
+    if (tokens > std::numeric_limits<std::int32_t>::max()) throw py::value_error("more than 2**31 - 1 tokens a row");
+    std::vector<shmstage::Segment> segments;
+    segments.reserve(spans.size());
+    for (const auto& [row, start, length] : spans) segments.push_back({row, start, length});
+    if (const char* fault = shmstage::segments_fault(segments, rows, tokens)) throw py::value_error(fault);
+
+    const std::uint64_t places = product(rows, tokens);
+    const Buffer ids(segment_ids, true);
+    const Buffer positions(segment_positions, true);
+    check_nbytes("segment_ids", ids.nbytes(), product(places, sizeof(std::int32_t)));
+    check_nbytes("segment_positions", positions.nbytes(), product(places, sizeof(std::int32_t)));
+
+    std::vector<shmstage::SpanField> filled;
+    std::deque<Buffer> held;  // a deque never moves a Buffer
+    for (const auto& [destination, token_nbytes, pad, sources] : fields) {
+        const Buffer& into = held.emplace_back(destination, true);
+        check_nbytes("destination", into.nbytes(), product(places, token_nbytes));
+        if (sources.size() != segments.size()) throw py::value_error("not one source per segment");
+        shmstage::SpanField& field = filled.emplace_back();
+        field.destination = into.data();
+        field.token_nbytes = token_nbytes;
+        field.pad = pad;
+        for (std::size_t i = 0; i < sources.size(); ++i) {
+            const Buffer& from = held.emplace_back(sources[i], false);
+            if (token_nbytes == 0 || from.nbytes() % token_nbytes != 0) {
+                throw py::value_error("source is not a whole number of tokens");
+            }
+            const std::uint64_t source_tokens = from.nbytes() / token_nbytes;
+            if (source_tokens > segments[i].length) throw py::value_error("source longer than its segment");
+            field.sources.push_back({from.data(), source_tokens});
+        }
+    }
+
+    const py::gil_scoped_release released;
+    shmstage::fill_segment_ids(ids.data(), segments, rows, tokens);
+    shmstage::fill_segment_positions(positions.data(), segments, rows, tokens);
+    for (const shmstage::SpanField& field : filled) shmstage::fill_spans(field, segments, rows, tokens);
+}
+
+void bind_fill(py::module_& module) {
+    module.def("fill_microbatch", &fill_microbatch, py::arg("rows"), py::arg("tokens"), py::arg("segments"),
+               py::arg("segment_ids"), py::arg("segment_positions"), py::arg("fields"),
+               "Writes every byte of the packed fields, GIL released.\n\n"
+               "segments: (row, start, length) in order. fields: (destination, bytes a token, padding byte, one\n"
+               "source per segment), a source shorter than its segment is padded at the end. ValueError, before\n"
+               "anything is written, if a size or a segment does not fit.");
+    module.def(
+        "routing_fault",
+        [](const py::object& routing, std::uint64_t top_k, std::int32_t experts) {
+            const Buffer buffer(routing, false);
+            const std::uint64_t choice_nbytes = product(top_k, sizeof(std::int16_t));
+            if (choice_nbytes == 0 || buffer.nbytes() % choice_nbytes != 0 || experts < 0) {
+                throw py::value_error("routing is not a whole number of choices");
+            }
+            const py::gil_scoped_release released;
+            return shmstage::routing_fault(buffer.data(), buffer.nbytes() / choice_nbytes, top_k, experts);
+        },
+        py::arg("routing"), py::arg("top_k"), py::arg("experts"),
+        "First choice of top_k int16 ids that is neither all -1 nor distinct ids in [0, experts); -1 if none.");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+    module.doc() = "Native core of shmstage: slot atomics and waiting, copies, packing.";
+    bind_memory(module);
+    bind_fill(module);
+}

@@ -1,0 +1,18 @@
+// Moving and pre-faulting many bytes. Call without the GIL.
+#pragma once
+
+#include <cstddef>
+
+namespace shmstage {
+
+/// Copies `nbytes`; the two ranges must not overlap.
+void copy_bytes(void* destination, const void* source, std::size_t nbytes);
+
+/// Makes every page of a page-aligned shared mapping present. Returns 0, or the errno of the kernel, which
+/// reports a full mount as EFAULT here instead of killing the process with SIGBUS.
+int populate(void* address, std::size_t nbytes, bool writable);
+
+/// Asks for huge pages; a mount that does not allow them ignores it.
+void advise_huge_pages(void* address, std::size_t nbytes);
+
+}  // namespace shmstage

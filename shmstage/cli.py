@@ -1,0 +1,59 @@
+"""``shmstage``: finds the command and imports only what that command needs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+#: command → (module with ``main(argv) -> exit code``, one line of help)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("shmstage.launch.run_command", "train on this host (demo bundle if no input is named)"),
+    "compare": ("shmstage.testing.compare", "run all boundary modes and the reference loop, check that they are equal"),
+    "bundle": ("shmstage.packing.bundle_cli", "import, record, show or verify frozen trajectories"),
+    "gc": ("shmstage.launch.gc_command", "remove pools whose owner is provably dead"),
+}
+
+HELP = """usage: shmstage COMMAND [options]
+
+Joins the orchestrator and the trainer of reinforcement learning on JAX through shared memory.
+
+commands:
+{commands}
+
+`shmstage COMMAND --help` says more. `shmstage --version` prints the version.
+Exit codes: 0 ok · 1 negative verdict · 2 bad input · 3 limit unreadable · 5 training failed · 6 peer lost ·
+130 interrupted."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Errors of ours are one line on stderr, never a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        width = max(len(name) for name in COMMANDS)
+        print(HELP.format(commands="\n".join(f"  {n:<{width}}  {text}" for n, (_, text) in COMMANDS.items())))
+        return 0
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"shmstage {version('shmstage')}")
+        return 0
+    name = arguments[0]
+    if name not in COMMANDS:
+        print(f"shmstage: no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    from shmstage.errors import ShmstageError
+
+    try:
+        code: int = importlib.import_module(COMMANDS[name][0]).main(arguments[1:])
+        return code
+    except ShmstageError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

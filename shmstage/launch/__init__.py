@@ -1,0 +1,1 @@
+"""Who starts whom: the launcher owns nothing but its children."""

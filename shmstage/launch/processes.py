@@ -1,0 +1,73 @@
+"""Child processes: started as ``python -m shmstage.<role>``, logged to a file, ended in good order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+#: what the kernel says of a process that is killed for memory
+OUT_OF_MEMORY_HINT = "killed by signal 9: by hand, or by the kernel because memory ran out; "
+
+
+@final
+class Child:
+    """One child. Its standard input is a pipe that only the launcher holds open: the child's lifeline."""
+
+    def __init__(self, role: str, arguments: Sequence[str], log: Path) -> None:
+        self.role = role
+        self.log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"shmstage.{role}", "--lifeline", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # its own session: Ctrl-C reaches the launcher alone, which then stops the children in order
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """``None`` while it runs, negative if a signal ended it."""
+        return self._process.poll()
+
+    def interrupt(self) -> None:
+        """Ask it to stop as on Ctrl-C."""
+        if self.exit_code() is None:
+            self._process.send_signal(signal.SIGINT)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit code, or ``None`` if it still runs after ``timeout_s``."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def end(self, grace_s: float) -> None:
+        """Interrupt, wait ``grace_s``, then kill; returns when it is gone and reaped."""
+        self.interrupt()
+        if self.wait(grace_s) is None:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def describe_end(self) -> str:
+        """How it ended, in words."""
+        code = self.exit_code()
+        if code is None:
+            return "is still running"
+        if code == -signal.SIGKILL:
+            return OUT_OF_MEMORY_HINT + f"see {self.log}"
+        if code < 0:
+            return f"ended by {signal.Signals(-code).name}; see {self.log}"
+        return f"ended with exit code {code}; see {self.log}"

@@ -1,0 +1,107 @@
+"""Progress of a run, on stderr: a live bar on a terminal, one line per step elsewhere."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+
+from shmstage.settings import Settings
+
+
+@final
+class StepProgress:
+    """Follows ``steps.jsonl``; a context manager. ``console`` writes to stderr."""
+
+    def __init__(self, settings: Settings, console: Console) -> None:
+        self._settings = settings
+        self._console = console
+        self._path = settings.out_dir / "steps.jsonl"
+        self._offset = self._path.stat().st_size if settings.resume and self._path.exists() else 0
+        self._began = time.monotonic()
+        self._bar: RichProgress | None = None
+
+    def __enter__(self) -> StepProgress:
+        settings = self._settings
+        self._console.print(
+            f"run [bold]{settings.run}[/] · {settings.boundary} · {settings.microbatches_per_step} × "
+            f"[{settings.rows}, {settings.tokens}] per step · {settings.out_dir}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        if self._console.is_terminal:
+            self._bar = RichProgress(
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                console=self._console, transient=True,
+            )  # fmt: skip
+            self._task = self._bar.add_task("starting trainer", total=settings.step_cap)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def poll(self) -> None:
+        """Show step lines written since the last call."""
+        for line in self._new_lines():
+            text = describe_step(line)
+            if self._bar is None:
+                self._console.print(text, highlight=False, soft_wrap=True)
+            else:
+                self._bar.update(self._task, completed=line["step"], description=text)
+
+    def _new_lines(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            read = file.read()
+        whole, newline, _ = read.rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.splitlines() if line]
+
+
+def describe_step(line: dict[str, Any]) -> str:
+    """A step line in words."""
+    idle = line["boundary_idle_s"]
+    return (
+        f"step {line['step']:>3}  loss {line['loss']:+.4f}  {line['tokens']} tokens  {1e3 * line['step_s']:.0f} ms"
+        + (f"  boundary idle {1e3 * idle:.1f} ms" if idle is not None else "")
+        + ("  staged" if line["staged"] else "")
+    )
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """The figures of a finished run as a table."""
+    table = Table(title=f"run {summary['run']}", show_header=False, title_justify="left")
+    idle, step = summary["boundary_idle_s"], summary["step_s"]
+    seen = summary["trajectories"]
+    rows = [
+        ("steps", f"{summary['steps']} of {summary['microbatches_per_step']} micro-batches"),
+        ("mode", summary["mode"]),
+        ("staged boundaries", f"{summary['staged_boundaries']}"),
+        ("step time, median", _ms(step["median"])),
+        ("boundary idle, median / max", f"{_ms(idle['median'])} / {_ms(idle['max'])}"),
+        ("loss, first → last", _first_last(summary["losses"])),
+        ("trajectories", f"{seen['distinct']} distinct, {seen['trained']} trained"),
+        ("parameters", summary["param_digest"]),
+        ("leaked pools", f"{summary['leaked_pools']}"),
+        ("written to", summary["out"]),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.2f} ms"
+
+
+def _first_last(losses: list[float]) -> str:
+    return f"{losses[0]:+.5f} → {losses[-1]:+.5f}" if losses else "-"

@@ -1,0 +1,92 @@
+"""``shmstage run``: settings from flags, environment and file; one run on this host; its summary."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shmstage.launch.run_directory import completed
+from shmstage.settings import BOUNDARIES, SWITCHES, TABLES, Resolved, Settings, resolve
+
+CHOICES: dict[str, Sequence[str]] = {
+    "boundary": BOUNDARIES,
+    "verify": ("digest", "full"),
+    "on_overlong": ("error", "drop"),
+    "weight_sync": ("off", "async", "sync"),
+}
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """One flag per setting, named as in TOML, with ``-`` for ``_``; unset flags stay ``None``."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    for key, field in Settings.model_fields.items():
+        if key in TABLES:
+            continue
+        flag = "--" + key.replace("_", "-")
+        default = "" if field.default in (None, "", False) else f" (default {field.default})"
+        text = (field.description or "") + default
+        if key == "resume":
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif key in CHOICES:
+            parser.add_argument(flag, choices=CHOICES[key], help=text)
+        else:
+            parser.add_argument(flag, metavar=key.upper().rsplit("_", 1)[-1], help=text)
+    for key, (variable, text) in SWITCHES.items():
+        flag = "--" + key.replace("_", "-")
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=f"{text} (${variable})")
+
+
+def resolve_args(args: argparse.Namespace) -> Resolved:
+    """Settings from parsed flags, the environment and ``--config``."""
+    flags = {key: getattr(args, key) for key in [*Settings.model_fields, *SWITCHES] if hasattr(args, key)}
+    return resolve(flags, os.environ, args.config)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="shmstage run",
+        description="Train on this host: orchestrator and trainer joined by shared memory. Without --bundle or --source "
+        "it trains the demo bundle.",
+    )
+    add_settings(parser)
+    parser.add_argument("--print-config", action="store_true", help="print every setting and where it came from")
+    parser.add_argument("--json", action="store_true", help="print the summary as one JSON object on stdout")
+    args = parser.parse_args(argv)
+    resolved = resolve_args(args)
+    if args.print_config:
+        _print_config(resolved, as_json=args.json)
+        return 0
+    summary = run_with_progress(completed(resolved.settings), as_json=args.json)
+    if args.json:
+        print(json.dumps(summary))
+    return 0
+
+
+def run_with_progress(settings: Settings, *, as_json: bool = False) -> dict[str, Any]:
+    """Run with live progress on stderr; returns the summary."""
+    from rich.console import Console
+
+    from shmstage.launch.progress import StepProgress, summary_table
+    from shmstage.launch.single_host import run
+
+    console = Console(stderr=True)
+    with StepProgress(settings, console) as progress:
+        summary = run(settings, progress)
+    if not as_json:
+        console.print(summary_table(summary))
+    return summary
+
+
+def _print_config(resolved: Resolved, *, as_json: bool) -> None:
+    values = json.loads(resolved.settings.model_dump_json())
+    if as_json:
+        print(json.dumps({k: {"value": v, "origin": resolved.origins[k]} for k, v in values.items()}))
+        return
+    width = max(len(key) for key in values)
+    for key, value in values.items():
+        sys.stdout.write(f"{key:<{width}}  {json.dumps(value):<28}  {resolved.origins[key]}\n")

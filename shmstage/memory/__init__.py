@@ -1,0 +1,1 @@
+"""Where bytes live: layouts, pools, slots, who is alive, and what memory is left."""

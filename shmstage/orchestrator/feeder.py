@@ -1,0 +1,157 @@
+"""The feeder thread: takes planned micro-batches, packs each straight into a slot, publishes, tells the program."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from shmstage.memory.handle import Handle
+from shmstage.memory.identity import PeerWatch
+from shmstage.memory.layout import Layout
+from shmstage.memory.pool import Pool
+from shmstage.orchestrator.intake import Arrival, Intake, Planned
+from shmstage.packing.fill import fill_microbatch, microbatch_digest
+
+
+@dataclass(frozen=True)
+class PackedMicrobatch:
+    """What the program must know of a published micro-batch; ``*_s`` in seconds, ``*_ns`` on the monotonic clock."""
+
+    handle: Handle
+    arrivals: tuple[Arrival, ...]
+    real_tokens: int
+    rows_used: int
+    data_wait_s: float
+    slot_wait_s: float
+    pack_s: float
+    packed_ns: int
+
+
+@dataclass(frozen=True)
+class EndOfInput:
+    """Nothing comes any more; ``error`` is set if that is not as it should be."""
+
+    error: BaseException | None = None
+
+
+FeederEvent = PackedMicrobatch | EndOfInput
+
+
+@final
+class Feeder:
+    """Packs ahead as far as ``allow`` permits, waits for a free slot otherwise; never drops, never overtakes.
+
+    ``deliver`` is called on the feeder's thread, once per micro-batch in training order, then once with ``EndOfInput``.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        pool: Pool,
+        layout: Layout,
+        *,
+        microbatches_per_step: int,
+        first_step: int,
+        last_step: int | None,
+        slot_timeout_s: float,
+        peers: Sequence[PeerWatch],
+        deliver: Callable[[FeederEvent], None],
+    ) -> None:
+        self._intake = intake
+        self._pool = pool
+        self._layout = layout
+        self._per_step = microbatches_per_step
+        self._first_step = first_step
+        self._last_step = last_step
+        self._slot_timeout_s = slot_timeout_s
+        self._peers = tuple(peers)
+        self._deliver = deliver
+        self._allowed = (0, -1)
+        self._condition = threading.Condition()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def allow(self, limit: tuple[int, int]) -> None:
+        """Micro-batches up to and including (step, index) ``limit`` may be packed."""
+        if limit != self._allowed:
+            with self._condition:
+                self._allowed = limit
+                self._condition.notify_all()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop and join; a wait for a slot ends within its polling interval."""
+        with self._condition:
+            self._stopped = True
+            self._condition.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    # --- on the feeder's thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._pack_all()
+        except BaseException as raised:
+            error = raised
+        if not self._stopped:
+            self._deliver(EndOfInput(error))
+
+    def _pack_all(self) -> None:
+        begun = time.monotonic()
+        for step, index, planned in self._numbered():
+            data_wait_s = time.monotonic() - begun
+            if not self._wait_until_allowed(step, index):
+                return
+            self._deliver(self._pack(step, index, planned, data_wait_s))
+            begun = time.monotonic()
+
+    def _numbered(self) -> Iterator[tuple[int, int, Planned]]:
+        """(step, index, planned) from the first step to train on; what a checkpoint covers is planned and passed by."""
+        for number, planned in enumerate(self._intake):
+            step, index = divmod(number, self._per_step)
+            step += 1
+            if self._last_step is not None and step > self._last_step:
+                return
+            if step >= self._first_step:
+                yield step, index, planned
+
+    def _wait_until_allowed(self, step: int, index: int) -> bool:
+        with self._condition:
+            self._condition.wait_for(lambda: self._stopped or (step, index) <= self._allowed)
+            return not self._stopped
+
+    def _pack(self, step: int, index: int, planned: Planned, data_wait_s: float) -> PackedMicrobatch:
+        trajectories = {number: arrival.trajectory for number, arrival in planned.arrivals.items()}
+        before = time.monotonic()
+        slot = self._pool.acquire(
+            self._layout, timeout_s=self._slot_timeout_s, peers=self._peers, stop=lambda: self._stopped
+        )
+        acquired = time.monotonic()
+        with slot:
+            filled = fill_microbatch(planned.plan, trajectories, slot.views)
+            handle = slot.publish(
+                digest=microbatch_digest(planned.plan, trajectories),
+                rows=len(planned.plan.rows),
+                step=step,
+                index=index,
+                is_final=index == self._per_step - 1,
+                loss_tokens=filled.loss_tokens,
+                segments=filled.segments,
+            )
+        return PackedMicrobatch(
+            handle=handle,
+            arrivals=tuple(planned.arrivals.values()),
+            real_tokens=filled.real_tokens,
+            rows_used=sum(1 for row in planned.plan.rows if row.segments),
+            data_wait_s=data_wait_s,
+            slot_wait_s=acquired - before,
+            pack_s=time.monotonic() - acquired,
+            packed_ns=time.monotonic_ns(),
+        )

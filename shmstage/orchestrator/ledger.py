@@ -1,0 +1,253 @@
+"""What is known of each step: collected as it happens, written as one step line, summed up at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, final
+
+from shmstage.orchestrator.feeder import PackedMicrobatch
+from shmstage.orchestrator.trainer_client import ForwardResult
+from shmstage.timeline.idle import BoundaryInstants, boundary_idle_s, calibrated_microbatch_s
+from shmstage.wire.messages import TokenEvent
+
+#: samples kept for the calibrated micro-batch time
+CALIBRATION_SAMPLES = 64
+
+
+@dataclass
+class _Micro:
+    packed: PackedMicrobatch
+    staged: bool = False
+    payload_digest: str = ""
+    upload_s: float = 0.0
+    dispatched_ns: int = 0
+    staged_ready_ns: int = 0
+    ready_ns: int = 0
+
+
+@dataclass
+class _Step:
+    micros: list[_Micro] = field(default_factory=list)
+    closed: bool = False
+    update_dispatched_ns: int = 0
+    landed_ns: int = 0
+    snapshot_wait_s: float = 0.0
+    not_staged_because: str = ""
+    metrics: dict[str, Any] | None = None
+
+
+@final
+class Ledger:
+    """Facts per step from handles, replies and token events. Identity always comes from the handle."""
+
+    def __init__(self, *, mode: str, tokens_per_microbatch: int, rows: int, slot_nbytes: int) -> None:
+        self._mode = mode
+        self._tokens = tokens_per_microbatch
+        self._rows = rows
+        self._slot_nbytes = slot_nbytes
+        self._steps: dict[int, _Step] = {}
+        self._intervals: list[tuple[int, int, int]] = []
+        self._previous: tuple[int, _Step] | None = None
+        self._idle: list[float] = []
+        self._durations: list[float] = []
+        self._times: Counter[tuple[int, str]] = Counter()
+        self._denominators: list[float] = []
+        self._digests: list[list[str]] = []
+        self._payload_digests: list[list[str]] = []
+        self._losses: list[float] = []
+        self._staged_boundaries = 0
+        self._steps_done = 0
+
+    # --- as it happens ------------------------------------------------------------------------------------
+
+    def forwarded(self, packed: PackedMicrobatch, result: ForwardResult, *, staged: bool) -> None:
+        """A forward call returned."""
+        micro = self._micro(packed)
+        micro.staged = staged
+        micro.payload_digest = result.payload_digest
+        micro.upload_s = max(micro.upload_s, result.upload_s)
+        step = self._step(packed.handle.step)
+        step.closed = step.closed or packed.handle.is_final
+        step.snapshot_wait_s += result.snapshot_wait_s
+
+    def sent(self, packed: PackedMicrobatch) -> None:
+        """A micro-batch is about to be staged or sent: its events may come before the reply does."""
+        self._micro(packed)
+
+    def updated(self, step: int, snapshot_wait_s: float) -> None:
+        """An update command returned."""
+        self._step(step).closed = True
+        self._step(step).snapshot_wait_s += snapshot_wait_s
+
+    def not_staged(self, step: int, because: str) -> None:
+        """Why ``step``'s first micro-batch was not staged."""
+        self._step(step).not_staged_because = because
+
+    def token(self, event: TokenEvent) -> None:
+        """Completion stamps of a micro-batch, an upload or an update."""
+        step = self._step(event.step)
+        stamps = event.stamps
+        if event.kind == "update":
+            step.update_dispatched_ns = stamps["dispatch_begin_ns"]
+            step.landed_ns = stamps["ready_ns"]
+            return
+        micro = next((m for m in step.micros if m.packed.handle.request_id == event.request_id), None)
+        if micro is None:
+            return
+        if event.kind == "staged":
+            micro.staged_ready_ns = stamps["staged_ready_ns"]
+            micro.upload_s = (stamps["staged_ready_ns"] - stamps["upload_begin_ns"]) / 1e9
+        elif event.kind == "fwd_bwd":
+            micro.dispatched_ns = stamps["dispatch_begin_ns"]
+            micro.ready_ns = stamps["ready_ns"]
+
+    def metrics(self, step: int, value: dict[str, Any]) -> None:
+        self._step(step).metrics = value
+
+    def is_complete(self, number: int) -> bool:
+        """True when everything the step line of ``number`` needs has arrived."""
+        step = self._steps.get(number)
+        if step is None or not step.closed or step.metrics is None or not step.landed_ns:
+            return False
+        return all(m.ready_ns and m.staged_ready_ns for m in step.micros)
+
+    # --- when it is over ----------------------------------------------------------------------------------
+
+    def close_step(self, number: int, *, attempt: int) -> dict[str, Any]:
+        """The step line of ``number``; forgets what no later line needs."""
+        step = self._steps.pop(number)
+        self._calibrate(step)
+        idle = self._boundary_idle(step)
+        line = self._line(number, step, idle, attempt)
+        self._remember(line, step, idle)
+        self._previous = (number, step)
+        return line
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of the whole run, as ``summary.json`` holds them."""
+        times = self._times.values()
+        return {
+            "steps": self._steps_done,
+            "mode": self._mode,
+            "staged_boundaries": self._staged_boundaries,
+            "boundary_idle_s": _median_max(self._idle),
+            "step_s": _median_max(self._durations),
+            "denominators": self._denominators,
+            "losses": self._losses,
+            "digests": self._digests,
+            "payload_digests": self._payload_digests,
+            "trajectories": {
+                "distinct": len({identity for _, identity in self._times}),
+                "trained": self._times.total(),
+                "min_times": min(times, default=0),
+                "max_times": max(times, default=0),
+            },
+        }
+
+    def _line(self, number: int, step: _Step, idle: float | None, attempt: int) -> dict[str, Any]:
+        metrics = step.metrics or {}
+        packed = [m.packed for m in step.micros]
+        real = sum(p.real_tokens for p in packed)
+        used_rows = sum(p.rows_used for p in packed)
+        first = step.micros[0]
+        arrivals = [a for p in packed for a in p.arrivals]
+        exposed = self._exposed_s(step)
+        return {
+            "step": number,
+            "attempt": attempt,
+            "mode": self._mode,
+            "policy_version": number,
+            "loss": metrics.get("loss"),
+            "grad_norm": metrics.get("grad_norm"),
+            "denominator": metrics.get("denominator"),
+            "metrics": metrics,
+            "microbatches": len(packed),
+            "tokens": real,
+            "loss_tokens": sum(p.handle.loss_tokens for p in packed),
+            "segments": sum(p.handle.segments for p in packed),
+            "row_efficiency": round(real * self._rows / (used_rows * self._tokens), 4) if used_rows else 0.0,
+            "microbatch_efficiency": round(real / (len(packed) * self._tokens), 4),
+            "bytes": len(packed) * self._slot_nbytes,
+            "step_s": self._step_s(step),
+            "boundary_idle_s": idle,
+            "pack_s": sum(p.pack_s for p in packed),
+            "slot_wait_s": sum(p.slot_wait_s for p in packed),
+            "data_wait_s": sum(p.data_wait_s for p in packed),
+            "upload_s": sum(m.upload_s for m in step.micros),
+            "exposed_s": exposed,
+            "snapshot_wait_s": step.snapshot_wait_s,
+            "staged": first.staged,
+            "not_staged_because": None if first.staged else step.not_staged_because or "first step of the run",
+            "digests": [p.handle.digest.hex() for p in packed],
+            "payload_digests": [m.payload_digest for m in step.micros],
+            "trajectory_ids": [a.trajectory.trajectory_id for a in arrivals],
+            "trajectory_passes": [a.pass_number for a in arrivals],
+            "instants_ns": {
+                "packed": [p.packed_ns for p in packed],
+                "dispatched": [m.dispatched_ns for m in step.micros],
+                "staged_ready": [m.staged_ready_ns for m in step.micros],
+                "ready": [m.ready_ns for m in step.micros],
+                "update_dispatched": step.update_dispatched_ns,
+                "update_landed": step.landed_ns,
+            },
+        }
+
+    def _remember(self, line: dict[str, Any], step: _Step, idle: float | None) -> None:
+        self._steps_done += 1
+        if idle is not None:
+            self._idle.append(idle)
+            self._staged_boundaries += step.micros[0].staged
+        self._durations.append(line["step_s"])
+        self._denominators.append(line["denominator"])
+        self._losses.append(line["loss"])
+        self._digests.append(line["digests"])
+        self._payload_digests.append(line["payload_digests"])
+        self._times.update(zip(line["trajectory_passes"], line["trajectory_ids"], strict=True))
+
+    def _step(self, number: int) -> _Step:
+        return self._steps.setdefault(number, _Step())
+
+    def _micro(self, packed: PackedMicrobatch) -> _Micro:
+        micros = self._step(packed.handle.step).micros
+        for micro in micros:
+            if micro.packed.handle == packed.handle:
+                return micro
+        micros.append(_Micro(packed))
+        return micros[-1]
+
+    def _step_s(self, step: _Step) -> float:
+        begin = self._previous[1].landed_ns if self._previous else step.micros[0].dispatched_ns
+        return (step.landed_ns - begin) / 1e9
+
+    def _exposed_s(self, step: _Step) -> float | None:
+        if self._previous is None or not step.micros[0].staged:
+            return None
+        return max(0, step.micros[0].staged_ready_ns - self._previous[1].micros[-1].ready_ns) / 1e9
+
+    def _calibrate(self, step: _Step) -> None:
+        for before, micro in zip(step.micros, step.micros[1:], strict=False):
+            self._intervals.append((micro.dispatched_ns, before.ready_ns, micro.ready_ns))
+        del self._intervals[:-CALIBRATION_SAMPLES]
+
+    def _boundary_idle(self, step: _Step) -> float | None:
+        if self._previous is None:
+            return None
+        before, first = self._previous[1], step.micros[0]
+        instants = BoundaryInstants(
+            last_finished=before.micros[-1].ready_ns,
+            update_dispatched=before.update_dispatched_ns,
+            update_landed=before.landed_ns,
+            first_dispatched=first.dispatched_ns,
+            first_staged_ready=first.staged_ready_ns,
+            first_ready=first.ready_ns,
+        )
+        return boundary_idle_s(instants, calibrated_microbatch_s(self._intervals))
+
+
+def _median_max(values: Sequence[float]) -> dict[str, float | None]:
+    if not values:
+        return {"median": None, "max": None}
+    return {"median": round(median(values), 6), "max": round(max(values), 6)}

@@ -1,0 +1,263 @@
+"""Gives ``BoundarySchedule`` its hands: one feeder thread packs, the calling thread talks to the trainer."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, final
+
+from shmstage.errors import (
+    RunFailedError,
+    ShmstageError,
+    StoppedError,
+    TokenFailedError,
+    TrainerError,
+    TransportError,
+    WaitTimeoutError,
+)
+from shmstage.orchestrator.feeder import EndOfInput, Feeder, FeederEvent, PackedMicrobatch
+from shmstage.orchestrator.ledger import Ledger
+from shmstage.orchestrator.schedule import BoundarySchedule, Command, Config, Kind
+from shmstage.orchestrator.trainer_client import TrainerClient
+from shmstage.wire.messages import TicketEvent, TokenEvent
+
+#: longest the program sits without looking at stop and deadlines, in seconds
+POLL_S = 0.2
+
+
+@final
+class Program:
+    """Runs the schedule to its end on the calling thread.
+
+    ``write_step`` gets each step line; whatever it raises is said once and never ends the run. ``stop_requested`` is
+    asked between commands.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        trainer: TrainerClient,
+        ledger: Ledger,
+        *,
+        write_step: Callable[[dict[str, Any]], None],
+        stop_requested: Callable[[], bool],
+        call_timeout_s: float,
+        stage_wait_s: float | None = None,
+        attempt: int = 1,
+    ) -> None:
+        self._schedule = BoundarySchedule(config)
+        self._trainer = trainer
+        self._ledger = ledger
+        self._write_step = write_step
+        self._stop_requested = stop_requested
+        self._call_timeout_s = call_timeout_s
+        self._stage_wait_s = stage_wait_s
+        self._attempt = attempt
+        self._inbox: deque[FeederEvent] = deque()
+        self._packed: dict[tuple[int, int], PackedMicrobatch] = {}
+        self._tickets: dict[int, tuple[Kind, int]] = {}
+        self._stage_error: ShmstageError | None = None
+        self._stage_wait_began: float | None = None
+        self._feeder: Feeder | None = None
+        self._quiet_since = time.monotonic()
+        self._hands: dict[Kind, Callable[[Command], None]] = {
+            Kind.FWD_BWD: self._forward,
+            Kind.FWD_BWD_STAGED: self._forward,
+            Kind.STAGE: self._stage,
+            Kind.APPLY_DEFERRED: self._apply_deferred,
+            Kind.UPDATE: self._update,
+            Kind.GET_METRICS: self._get_metrics,
+            Kind.SAVE_CHECKPOINT: self._save_checkpoint,
+            Kind.SYNC_WEIGHTS: self._sync_weights,
+            Kind.BOOKKEEP: self._bookkeep,
+            Kind.FINISH: self._finish,
+        }
+
+    def deliver(self, event: FeederEvent) -> None:
+        """Called on the feeder's thread."""
+        self._inbox.append(event)
+        self._trainer.wake()
+
+    def save_first_checkpoint(self) -> None:
+        """Checkpoint 0, durable before the first forward call: without it a crash in step 1 could not be undone."""
+        ticket = self._trainer.save_checkpoint(0, {"step": 0})
+        self._tickets[ticket] = (Kind.SAVE_CHECKPOINT, 0)
+        self._await_tickets("checkpoint 0 to become durable")
+
+    def run(self, feeder: Feeder) -> None:
+        """Train to the end. Raises the error that ended the run, ``StoppedError`` when it was told to stop."""
+        self._feeder = feeder
+        feeder.allow(self._schedule.pack_limit)
+        feeder.start()
+        while not self._schedule.state.done:
+            self._take_events(0.0)
+            if self._stop_requested() and not self._schedule.state.stopping:
+                self._schedule.stop()
+            command = self._schedule.next()
+            if command is None:
+                self._take_events(POLL_S)
+                self._check_waits()
+                continue
+            self._hands[command.kind](command)
+            feeder.allow(self._schedule.pack_limit)
+            self._quiet_since = time.monotonic()
+        if self._stage_error is not None:
+            raise self._stage_error
+        if self._schedule.state.stopping:
+            raise StoppedError(f"stopped by a signal after step {self._schedule.state.step - 1}")
+
+    # --- commands -----------------------------------------------------------------------------------------
+
+    def _forward(self, command: Command) -> None:
+        packed = self._packed[command.step, command.index]
+        staged = command.kind is Kind.FWD_BWD_STAGED
+        self._ledger.sent(packed)
+        if staged:
+            result = self._trainer.fwd_bwd_staged(packed.handle.request_id, defer_update=command.defer_update)
+        else:
+            result = self._trainer.fwd_bwd(packed.handle, defer_update=command.defer_update)
+            self._ledger.not_staged(command.step, self._why_not_staged(command))
+        if result.updated != (command.is_final and not command.defer_update):
+            raise RunFailedError(
+                f"{packed.handle.describe()}: the trainer {'ran' if result.updated else 'did not run'} the update, "
+                f"final = {command.is_final}, deferred = {command.defer_update}"
+            )
+        del self._packed[command.step, command.index]
+        self._ledger.forwarded(packed, result, staged=staged)
+        self._schedule.returned(command)
+
+    def _why_not_staged(self, command: Command) -> str:
+        state, config = self._schedule.state, self._schedule.config
+        if command.index > 0 or command.step == config.first_step:
+            return "first step of the run"
+        if not config.stages:
+            return f"boundary = {config.mode}"
+        return "staging was switched off" if not state.staging_on else "not packed in time"
+
+    def _stage(self, command: Command) -> None:
+        packed = self._packed[command.step, command.index]
+        self._ledger.sent(packed)
+        self._stage_wait_began = None
+        try:
+            self._trainer.stage_fwd_bwd(packed.handle)
+        except WaitTimeoutError as lost:
+            print(f"staging is off for the rest of the run: {lost}", flush=True)
+            self._schedule.stage_lost(command)
+        except TransportError:
+            raise
+        except TrainerError as raised:
+            self._stage_error = raised
+            self._schedule.stage_raised(command)
+        else:
+            self._schedule.returned(command)
+
+    def _apply_deferred(self, command: Command) -> None:
+        self._ledger.updated(command.step, self._trainer.apply_deferred_update())
+        self._schedule.returned(command)
+
+    def _update(self, command: Command) -> None:
+        self._ledger.updated(command.step, self._trainer.update())
+        self._schedule.returned(command)
+
+    def _get_metrics(self, command: Command) -> None:
+        self._expect(self._trainer.get_metrics(command.step), command)
+
+    def _save_checkpoint(self, command: Command) -> None:
+        self._expect(self._trainer.save_checkpoint(command.step, {"step": command.step}), command)
+
+    def _sync_weights(self, command: Command) -> None:
+        self._expect(self._trainer.prepare_weight_sync(command.step), command)
+
+    def _expect(self, ticket: int, command: Command) -> None:
+        self._tickets[ticket] = (command.kind, command.step)
+        self._schedule.returned(command)
+
+    def _bookkeep(self, command: Command) -> None:
+        line = self._ledger.close_step(command.step, attempt=self._attempt)
+        try:
+            self._write_step(line)
+        except Exception as error:  # a step line never ends a step
+            print(f"step line {command.step} was not written: {error}", flush=True)
+        self._schedule.returned(command)
+
+    def _finish(self, command: Command) -> None:
+        self._await_tickets("the last snapshots to become durable")
+        self._schedule.returned(command)
+
+    # --- events -------------------------------------------------------------------------------------------
+
+    def _take_events(self, timeout_s: float) -> None:
+        if self._inbox:
+            timeout_s = 0.0
+        for event in self._trainer.events(timeout_s):
+            self._quiet_since = time.monotonic()
+            if isinstance(event, TokenEvent):
+                self._on_token(event)
+            else:
+                self._on_ticket(event)
+        while self._inbox:
+            self._quiet_since = time.monotonic()
+            self._on_feeder(self._inbox.popleft())
+
+    def _on_feeder(self, event: FeederEvent) -> None:
+        if isinstance(event, EndOfInput):
+            if event.error is not None and not self._schedule.state.stopping:
+                raise event.error
+            self._schedule.end_of_input()
+            return
+        handle = event.handle
+        self._packed[handle.step, handle.index] = event
+        self._schedule.packed(handle.step, handle.index, handle.is_final)
+
+    def _on_token(self, event: TokenEvent) -> None:
+        if not event.ok:
+            raise TokenFailedError(
+                f"{event.kind} of step {event.step}, micro-batch {event.index} failed on the device: {event.error}; "
+                "no partial update was made; resume starts from the last checkpoint"
+            )
+        self._ledger.token(event)
+        if event.kind == "fwd_bwd":
+            self._schedule.finished(event.step, event.index)
+        elif event.kind == "update":
+            self._schedule.landed(event.step)
+        self._note_if_complete(event.step)
+
+    def _on_ticket(self, event: TicketEvent) -> None:
+        # events are read between calls only, so the reply that named the ticket has been seen
+        kind, step = self._tickets.pop(event.ticket)
+        if not event.ok:
+            raise RunFailedError(f"{kind} of step {step} failed: {event.error}")
+        if kind is Kind.GET_METRICS:
+            self._ledger.metrics(step, event.value)
+            self._note_if_complete(step)
+
+    def _note_if_complete(self, step: int) -> None:
+        if self._ledger.is_complete(step):
+            self._schedule.metrics_ready(step)
+
+    # --- waits, each with a deadline ----------------------------------------------------------------------
+
+    def _check_waits(self) -> None:
+        now = time.monotonic()
+        if self._schedule.waits_for_stage and self._stage_wait_s is not None:
+            self._stage_wait_began = self._stage_wait_began or now
+            if now - self._stage_wait_began > self._stage_wait_s:
+                self._schedule.stage_wait_over()
+        waits_for_input = self._schedule.state.bookkeep == () and not self._tickets
+        if not waits_for_input and now - self._quiet_since > self._call_timeout_s:
+            raise WaitTimeoutError(
+                f"nothing from the trainer for {self._call_timeout_s:.0f} s while waiting for step "
+                f"{self._schedule.state.bookkeep or self._schedule.state.step} to complete; see its log, "
+                "or raise call_timeout_s"
+            )
+
+    def _await_tickets(self, what: str) -> None:
+        deadline = time.monotonic() + self._call_timeout_s
+        while self._tickets:
+            if time.monotonic() > deadline:
+                names = ", ".join(f"{kind} {step}" for kind, step in self._tickets.values())
+                raise WaitTimeoutError(
+                    f"waited {self._call_timeout_s:.0f} s for {what}; the trainer still holds {names}"
+                )
+            self._take_events(POLL_S)

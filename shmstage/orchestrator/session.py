@@ -1,0 +1,168 @@
+"""One orchestrator from its first byte to its last: pool, handshake, program, clean-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from shmstage.errors import ShmstageError, TrajectoryError
+from shmstage.events import JsonLines, write_json
+from shmstage.memory.identity import PeerWatch, ProcessIdentity
+from shmstage.memory.layout import Layout
+from shmstage.memory.pool import Pool
+from shmstage.memory.sweep import sweep
+from shmstage.orchestrator.feeder import Feeder
+from shmstage.orchestrator.intake import Intake
+from shmstage.orchestrator.ledger import Ledger
+from shmstage.orchestrator.plugins import load_source
+from shmstage.orchestrator.program import Program
+from shmstage.orchestrator.schedule import Config
+from shmstage.orchestrator.trainer_client import TrainerClient
+from shmstage.packing.fields import microbatch_layout, optional_fields
+from shmstage.packing.plan import PlanSettings
+from shmstage.packing.source import Source
+from shmstage.settings import Settings
+from shmstage.transport.client import Client
+from shmstage.transport.endpoints import endpoint_for
+from shmstage.transport.zmq import ZmqChannel
+from shmstage.wire.messages import PROTOCOL_VERSION, Hello, Welcome
+
+
+@dataclass
+class _Trainer:
+    client: TrainerClient
+    welcome: Welcome
+    watch: PeerWatch
+
+
+def train(settings: Settings, *, epoch: int, attempt: int, stop_requested: Callable[[], bool]) -> dict[str, Any]:
+    """Run the orchestrator to its end; returns what ``summary.json`` holds, less what only the launcher can know.
+
+    Raises what ended the run; pool, sockets and lock file are gone either way.
+    """
+    source = load_source(settings)
+    layout = layout_of(source, settings)
+    with ExitStack() as stack:
+        identity = ProcessIdentity.create(settings.run, "orchestrator")
+        stack.callback(identity.close)
+        sweep(settings.run)
+        pool = Pool.create(
+            settings.run, epoch=epoch, layouts=[layout], slots=settings.slots, aux_slots=settings.aux_slots,
+            identity=identity,
+        )  # fmt: skip
+        stack.callback(pool.close)
+        trainer = _connect(settings, pool, identity, stack)
+        return _train(settings, source, layout, pool, trainer, attempt=attempt, stop_requested=stop_requested)
+
+
+def layout_of(source: Source, settings: Settings) -> Layout:
+    """The layout of every micro-batch of the run, taken from the first trajectory: all carry the same fields."""
+    first = next((t for group in source.groups(0) for t in group.trajectories), None)
+    if first is None:
+        raise TrajectoryError("the input holds no trajectory; check the bundle or the source")
+    layers, top_k = first.routing.shape[1:] if first.routing is not None else (0, 0)
+    return microbatch_layout(
+        settings.rows, settings.tokens, optional=optional_fields(first), layers=int(layers), top_k=int(top_k)
+    )
+
+
+def _connect(settings: Settings, pool: Pool, identity: ProcessIdentity, stack: ExitStack) -> _Trainer:
+    channel = ZmqChannel.connect(endpoint_for(settings.run, "trainer"))
+    client = Client(channel)
+    stack.callback(client.close)
+    hello = Hello(
+        version=PROTOCOL_VERSION, run_id=settings.run, epoch=pool.epoch, pool=pool.name,
+        layouts=[layout.to_wire() for layout in pool.layouts.values()], withdrawn=[],
+        lock_path=identity.lock_path, pid=identity.pid, start_ticks=identity.start_ticks,
+    )  # fmt: skip
+    welcome = client.hello(hello, timeout_s=settings.start_timeout_s)
+    watch = PeerWatch(welcome.lock_path, welcome.pid, welcome.start_ticks)
+    stack.callback(watch.close)
+    client.peer = watch
+    return _Trainer(TrainerClient(client, timeout_s=settings.call_timeout_s), welcome, watch)
+
+
+def _train(
+    settings: Settings,
+    source: Source,
+    layout: Layout,
+    pool: Pool,
+    trainer: _Trainer,
+    *,
+    attempt: int,
+    stop_requested: Callable[[], bool],
+) -> dict[str, Any]:
+    client = trainer.client
+    restored, _ = client.restore_checkpoint()
+    first_step = (restored or 0) + 1
+    initial_digest = client.info(param_digest=True)["param_digest"]
+    compile_s = client.compile(layout.layout_id)
+    ledger = Ledger(
+        mode=settings.boundary, tokens_per_microbatch=settings.rows * settings.tokens, rows=settings.rows,
+        slot_nbytes=layout.payload_nbytes,
+    )  # fmt: skip
+    steps = JsonLines(settings.out_dir / "steps.jsonl")
+    program = Program(
+        schedule_config(settings, first_step), client, ledger, write_step=steps.write, stop_requested=stop_requested,
+        call_timeout_s=settings.call_timeout_s, stage_wait_s=settings.stage_wait_s, attempt=attempt,
+    )  # fmt: skip
+    intake = Intake(source, plan_settings(settings), passes=settings.passes)
+    feeder = Feeder(
+        intake, pool, layout, microbatches_per_step=settings.microbatches_per_step, first_step=first_step,
+        last_step=settings.step_cap, slot_timeout_s=settings.slot_timeout_s, peers=[trainer.watch],
+        deliver=program.deliver,
+    )  # fmt: skip
+    try:
+        if restored is None:
+            program.save_first_checkpoint()
+        program.run(feeder)
+    except BaseException:
+        _abandon(client)
+        raise
+    finally:
+        feeder.close()
+        steps.close()
+    final_digest = client.shutdown(discard=False)
+    return {
+        **ledger.summary(),
+        "run": settings.run,
+        "first_step": first_step,
+        "initial_param_digest": initial_digest,
+        "param_digest": final_digest,
+        "microbatches_per_step": settings.microbatches_per_step,
+        "dropped_trajectories": intake.planner.dropped,
+        "empty_trajectories": intake.planner.skipped_empty,
+        "compile_s": compile_s,
+        "pool_nbytes": pool.nbytes,
+    }
+
+
+def _abandon(client: TrainerClient) -> None:
+    """Tell a living trainer to drop deferral, stage and gradients; the error that got us here matters more."""
+    try:
+        client.shutdown(discard=True)
+    except ShmstageError as error:
+        print(f"the trainer could not be told to stop: {error}", flush=True)
+
+
+def plan_settings(settings: Settings) -> PlanSettings:
+    """What the planner needs of the settings."""
+    return PlanSettings(
+        rows=settings.rows, tokens=settings.tokens, max_segments_per_row=settings.max_segments_per_row,
+        segment_align=settings.segment_align, max_real_tokens=settings.max_real_tokens, on_overlong=settings.on_overlong,
+    )  # fmt: skip
+
+
+def schedule_config(settings: Settings, first_step: int = 1) -> Config:
+    """What the schedule needs of the settings."""
+    return Config(
+        mode=settings.boundary, microbatches_per_step=settings.microbatches_per_step, last_step=settings.step_cap,
+        checkpoint_every=settings.checkpoint_every, weight_sync=settings.weight_sync != "off", first_step=first_step,
+        stage_waits_for_deadline=settings.stage_wait_s is not None,
+    )  # fmt: skip
+
+
+def write_summary(settings: Settings, summary: dict[str, Any]) -> None:
+    write_json(settings.out_dir / "summary.json", summary)

@@ -1,0 +1,98 @@
+"""The trainer as the program sees it: one method per worker command, typed results, nothing of sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+from shmstage.memory.handle import Handle
+from shmstage.transport.client import Client
+from shmstage.wire.messages import TicketEvent, TokenEvent, handle_to_wire
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """Reply to a forward call: it proves dispatch, not completion."""
+
+    request_id: str
+    updated: bool
+    upload_s: float
+    snapshot_wait_s: float
+    payload_digest: str
+
+
+@final
+class TrainerClient:
+    """Calls the worker, one command at a time; every call has the deadline ``timeout_s``."""
+
+    def __init__(self, client: Client, *, timeout_s: float) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+
+    def _call(self, command: str, **arguments: Any) -> dict[str, Any]:
+        return self._client.call(command, arguments, timeout_s=self._timeout_s)
+
+    def events(self, timeout_s: float) -> list[TokenEvent | TicketEvent]:
+        """Token and ticket events in order; waits up to ``timeout_s`` for the first, or until ``wake``."""
+        return self._client.events(timeout_s)
+
+    @property
+    def wake(self) -> Callable[[], None]:
+        """Makes a waiting ``events`` return; may be called from any thread."""
+        return self._client.wake
+
+    def info(self, *, param_digest: bool = False) -> dict[str, Any]:
+        return self._call("info", param_digest=param_digest)
+
+    def compile(self, layout_id: int) -> float:
+        """Compile the engine's programs for a layout; returns seconds."""
+        return float(self._call("compile", layout_id=layout_id)["compile_s"])
+
+    def restore_checkpoint(self) -> tuple[int | None, dict[str, Any]]:
+        """Restore the newest checkpoint: (its step or ``None``, its metadata). Opens the trainer's gate."""
+        result = self._call("restore_checkpoint")
+        return result["step"], result["metadata"]
+
+    def fwd_bwd(self, handle: Handle, *, defer_update: bool) -> ForwardResult:
+        return _forward(self._call("fwd_bwd", handle=handle_to_wire(handle), defer_update=defer_update))
+
+    def stage_fwd_bwd(self, handle: Handle) -> None:
+        self._call("stage_fwd_bwd", handle=handle_to_wire(handle))
+
+    def fwd_bwd_staged(self, request_id: str, *, defer_update: bool) -> ForwardResult:
+        return _forward(self._call("fwd_bwd_staged", request_id=request_id, defer_update=defer_update))
+
+    def apply_deferred_update(self) -> float:
+        """Run the update held back; returns the seconds it waited for snapshots."""
+        return float(self._call("apply_deferred_update")["snapshot_wait_s"])
+
+    def update(self) -> float:
+        """Close a step whose last micro-batch was not marked final; returns the seconds it waited for snapshots."""
+        return float(self._call("update")["snapshot_wait_s"])
+
+    def get_metrics(self, step: int) -> int:
+        return int(self._call("get_metrics", step=step)["ticket"])
+
+    def save_checkpoint(self, step: int, metadata: dict[str, Any]) -> int:
+        return int(self._call("save_checkpoint", step=step, metadata=metadata)["ticket"])
+
+    def prepare_weight_sync(self, version: int) -> int:
+        return int(self._call("prepare_weight_sync", version=version)["ticket"])
+
+    def get_step_timing(self, step: int) -> dict[str, Any]:
+        return self._call("get_step_timing", step=step)
+
+    def shutdown(self, *, discard: bool) -> str:
+        """End the trainer; returns the digest of its final parameters."""
+        return str(self._call("shutdown", discard=discard)["param_digest"])
+
+
+def _forward(result: dict[str, Any]) -> ForwardResult:
+    return ForwardResult(
+        request_id=str(result["request_id"]),
+        updated=bool(result["updated"]),
+        upload_s=float(result["upload_s"]),
+        snapshot_wait_s=float(result["snapshot_wait_s"]),
+        payload_digest=str(result["payload_digest"]),
+    )

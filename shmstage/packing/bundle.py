@@ -1,0 +1,215 @@
+"""Frozen trajectories on disk: a directory that is either whole and unaltered, or refused.
+
+```
+manifest.json            schema, counts, provenance; per shard its size and sha256; per trajectory its ids,
+                         digest and loss tokens (the denominators to expect)
+shard-00000.safetensors  per-token arrays of its trajectories, concatenated, and int64 `offsets` [count + 1]
+COMPLETE                 written last: sha256 of manifest.json
+```
+The same trajectories give the same bytes. Nothing read here is trusted: names, sizes and offsets are checked
+before use, every sha256 and every trajectory digest is computed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from shmstage.errors import BundleError
+from shmstage.packing import manifest as manifests
+from shmstage.packing.shard import decode_shard, encode_shard
+from shmstage.packing.trajectory import Group, Trajectory, check_same_fields
+
+SHARD_NBYTES = 256 << 20
+COMPLETE = "COMPLETE"
+MANIFEST = "manifest.json"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A bundle that has been read and checked."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+    trajectories: tuple[Trajectory, ...]
+
+    def groups(self) -> tuple[Group, ...]:
+        """Groups in order of their first trajectory."""
+        members: dict[str, list[Trajectory]] = {}
+        for trajectory in self.trajectories:
+            members.setdefault(trajectory.group_id, []).append(trajectory)
+        return tuple(Group(name, group[0].batch_index, tuple(group)) for name, group in members.items())
+
+
+def write_bundle(
+    path: Path | str,
+    trajectories: Sequence[Trajectory],
+    *,
+    provenance: Mapping[str, Any],
+    shard_nbytes: int = SHARD_NBYTES,
+) -> Bundle:
+    """Write a bundle to `path`, which must not exist; it appears there whole or not at all.
+
+    `provenance` is kept as it is and must be JSON. A shard is closed when its arrays reach `shard_nbytes`. Raises
+    `TrajectoryError` for unequal optional fields, `BundleError` for everything else.
+    """
+    path = Path(path)
+    if os.path.lexists(path):
+        raise BundleError(f"{path} exists; a bundle is never overwritten, choose another name or remove it")
+    if not trajectories:
+        raise BundleError(f"{path}: 0 trajectories; a bundle holds at least 1")
+    check_same_fields(trajectories)
+    _check_identities(trajectories)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # a sibling: a rename stays on one file system
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name[:100]}.", dir=path.parent))
+        shards = []
+        for number, part in enumerate(_parts(trajectories, shard_nbytes)):
+            name = manifests.shard_name(number)
+            data = encode_shard(part)
+            _write_durably(temporary / name, data)
+            shards.append(manifests.describe_shard(name, data, part))
+        manifest = manifests.describe(trajectories, shards, provenance)
+        text = manifests.encode(manifest)
+        _write_durably(temporary / MANIFEST, text)
+        _write_durably(temporary / COMPLETE, (hashlib.sha256(text).hexdigest() + "\n").encode())
+        temporary.chmod(0o755)
+        _sync_directory(temporary)
+        temporary.rename(path)
+        temporary = None
+        _sync_directory(path.parent)
+    except OSError as error:
+        raise BundleError(f"{path} cannot be written: {error.strerror}; choose another place") from None
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return Bundle(path, manifest, tuple(trajectories))
+
+
+def read_bundle(path: Path | str) -> Bundle:
+    """Read and check all of a bundle. Raises `BundleError` with what is wrong and what to do."""
+    path = Path(path)
+    if not path.is_dir():
+        what = "is not a directory" if os.path.lexists(path) else "does not exist"
+        raise BundleError(f"{path} {what}; give the directory of a bundle")
+    remedy = "copy the bundle again or make it anew"
+    names = _names(path)
+    if COMPLETE not in names:
+        raise BundleError(f"{path} has no {COMPLETE}: it was not written to the end; {remedy}")
+    complete = _read(path / COMPLETE, 4096).decode("ascii", "replace").strip()
+    text = _read(path / MANIFEST, manifests.MAX_NBYTES)
+    _check_sha256(path / MANIFEST, text, complete)
+    manifest = manifests.decode(text, path / MANIFEST)
+    listed = {shard["file"] for shard in manifest["shards"]}
+    stray = sorted(name for name in names if name.startswith("shard-") and name not in listed)
+    if stray:
+        raise BundleError(f"{path} has {stray[0]}, which its manifest does not name; {remedy}")
+    trajectories: list[Trajectory] = []
+    for shard in manifest["shards"]:
+        file = path / shard["file"]
+        data = _read(file, shard["nbytes"])
+        if len(data) != shard["nbytes"]:
+            raise BundleError(f"{file} has {len(data)} bytes, the manifest says {shard['nbytes']}; {remedy}")
+        _check_sha256(file, data, shard["sha256"])
+        entries = manifest["trajectories"][len(trajectories) : len(trajectories) + shard["trajectories"]]
+        trajectories.extend(decode_shard(data, entries, manifest["optional"], manifest["experts"], file))
+    _check_identities(trajectories)
+    recomputed = manifests.describe(trajectories, manifest["shards"], manifest["provenance"])
+    for key, value in recomputed.items():
+        if manifest[key] != value:
+            raise BundleError(f"{path}: {_difference(key, manifest[key], value)}; {remedy}")
+    return Bundle(path, manifest, tuple(trajectories))
+
+
+def _difference(key: str, written: Any, found: Any) -> str:
+    if isinstance(written, list) and isinstance(found, list) and len(written) == len(found):
+        for index, (want, got) in enumerate(zip(written, found, strict=True)):
+            if want != got:
+                return f"{key}[{index}] is {got}, the manifest says {want}"
+    return f"{key} is {str(found)[:500]}, the manifest says {str(written)[:500]}"
+
+
+def _check_identities(trajectories: Sequence[Trajectory]) -> None:
+    """Ids occur once and a group lies in one batch; both are what training counts by."""
+    seen: set[str] = set()
+    batch_of: dict[str, int] = {}
+    for trajectory in trajectories:
+        name, group = trajectory.trajectory_id, trajectory.group_id
+        if name in seen:
+            raise BundleError(f"trajectory_id {name!r} occurs twice; give each trajectory its own")
+        seen.add(name)
+        batch = batch_of.setdefault(group, trajectory.batch_index)
+        if batch != trajectory.batch_index:
+            raise BundleError(
+                f"group {group!r} lies in batch {batch} and, with trajectory {name!r}, in batch "
+                f"{trajectory.batch_index}; a group belongs to one batch"
+            )
+
+
+def _parts(trajectories: Sequence[Trajectory], shard_nbytes: int) -> Iterator[list[Trajectory]]:
+    part: list[Trajectory] = []
+    nbytes = 0
+    for trajectory in trajectories:
+        part.append(trajectory)
+        nbytes += trajectory.nbytes
+        if nbytes >= shard_nbytes:
+            yield part
+            part, nbytes = [], 0
+    if part:
+        yield part
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error.strerror}; check its permissions") from None
+
+
+def _read(file: Path, limit: int) -> bytes:
+    """At most `limit` + 1 bytes of a regular file; a link, a pipe or a device is refused."""
+    try:
+        # non-blocking: opening a pipe would wait for a writer
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as opened:
+            if not os.path.isfile(descriptor):
+                raise BundleError(f"{file} is not a regular file; a bundle holds nothing else")
+            size = os.fstat(descriptor).st_size
+            if size > limit:
+                raise BundleError(f"{file} has {size} bytes, at most {limit} were expected; make the bundle anew")
+            return opened.read(limit + 1)
+    except OSError as error:
+        raise BundleError(f"{file} cannot be read: {error.strerror}; copy the bundle again") from None
+
+
+def _check_sha256(file: Path, data: bytes, want: str) -> None:
+    got = hashlib.sha256(data).hexdigest()
+    if got != want:
+        raise BundleError(
+            f"{file} has sha256 {got}, want {want[:80]}: it was altered or damaged; "
+            "copy the bundle again or make it anew"
+        )
+
+
+def _write_durably(file: Path, data: bytes) -> None:
+    with open(file, "xb") as opened:
+        opened.write(data)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

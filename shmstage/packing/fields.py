@@ -1,0 +1,97 @@
+"""The one table of what a trajectory carries and what it is called once packed.
+
+| `Trajectory`   | per trajectory          | packed                 | `[rows, tokens]`, dtype          | padding |
+|----------------|-------------------------|------------------------|----------------------------------|---------|
+| `tokens`       | `[n]`                   | `completion_ids`       | int32                            | 0       |
+| (the plan)     |                         | `segment_ids`          | int32, 1..n from left to right   | 0       |
+| (the plan)     |                         | `segment_positions`    | int32, restart in each segment   | 0       |
+| `loss_mask`    | `[n]`, 0 or 1           | `completion_mask`      | float32                          | 0       |
+| `advantages`   | `[n]`                   | `advantages`           | float32                          | 0       |
+| `old_logprobs` | `[n]`                   | `old_per_token_logps`  | float32                          | 0       |
+| `ref_logprobs` | `[n]`, optional         | `ref_per_token_logps`  | float32                          | 0       |
+| `returns`      | `[n]`, optional         | `returns`              | float32                          | 0       |
+| `old_values`   | `[n]`, optional         | `old_values`           | float32                          | 0       |
+| `routing`      | `[n or n-1, l, k]`, opt.| `routed_experts`       | int16, `[rows, tokens, l, k]`    | -1      |
+
+Packed arrays stand at the token they belong to; nothing is shifted. `completion_ids` holds prompt and completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from shmstage.errors import LayoutError
+from shmstage.memory.layout import Layout
+
+if TYPE_CHECKING:
+    from shmstage.packing.trajectory import Trajectory
+
+SEGMENT_IDS = "segment_ids"
+SEGMENT_POSITIONS = "segment_positions"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TokenField:
+    """A per-token array: its name in `Trajectory`, its name once packed, its dtype, its padding byte.
+
+    `pad_byte` fills every byte of the padding: 0 gives zeros, 255 gives -1.
+    """
+
+    source: str
+    packed: str
+    dtype: str
+    optional: bool = False
+    pad_byte: int = 0
+
+
+ROUTING = TokenField("routing", "routed_experts", "int16", optional=True, pad_byte=255)
+TOKEN_FIELDS: tuple[TokenField, ...] = (
+    TokenField("tokens", "completion_ids", "int32"),
+    TokenField("loss_mask", "completion_mask", "float32"),
+    TokenField("advantages", "advantages", "float32"),
+    TokenField("old_logprobs", "old_per_token_logps", "float32"),
+    TokenField("ref_logprobs", "ref_per_token_logps", "float32", optional=True),
+    TokenField("returns", "returns", "float32", optional=True),
+    TokenField("old_values", "old_values", "float32", optional=True),
+    ROUTING,
+)
+OPTIONAL_FIELDS = frozenset(field.source for field in TOKEN_FIELDS if field.optional)
+
+
+def optional_fields(trajectory: Trajectory) -> frozenset[str]:
+    """Names of the optional per-token fields that this trajectory carries."""
+    return frozenset(name for name in OPTIONAL_FIELDS if getattr(trajectory, name) is not None)
+
+
+def carried_fields(optional: Iterable[str]) -> tuple[TokenField, ...]:
+    """The rows of the table for trajectories with these optional fields, in table order."""
+    chosen = frozenset(optional)
+    return tuple(field for field in TOKEN_FIELDS if not field.optional or field.source in chosen)
+
+
+def microbatch_layout(
+    rows: int, tokens: int, *, optional: frozenset[str] = frozenset(), layers: int = 0, top_k: int = 0
+) -> Layout:
+    """The layout of a micro-batch `[rows, tokens]`.
+
+    `optional` holds `Trajectory`'s names of the optional fields; with `"routing"`, `layers` and `top_k` give
+    `routed_experts` its shape `[rows, tokens, layers, top_k]`. Raises `LayoutError`.
+    """
+    unknown = optional - OPTIONAL_FIELDS
+    if unknown:
+        raise LayoutError(f"{sorted(unknown)} are no optional fields; these are: {sorted(OPTIONAL_FIELDS)}")
+    if rows < 1 or tokens < 1:
+        raise LayoutError(f"a micro-batch of {rows} rows x {tokens} tokens; give at least 1 x 1")
+    if ROUTING.source in optional and (layers < 1 or top_k < 1):
+        raise LayoutError(f"routing of {layers} layers x top-{top_k}; give layers and top_k of at least 1")
+    specs: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for field in carried_fields(optional):
+        tail = (layers, top_k) if field is ROUTING else ()
+        specs[field.packed] = (field.dtype, (rows, tokens, *tail))
+        if field.source == "tokens":
+            specs[SEGMENT_IDS] = ("int32", (rows, tokens))
+            specs[SEGMENT_POSITIONS] = ("int32", (rows, tokens))
+    return Layout.of(specs)

@@ -1,0 +1,149 @@
+"""Packing a planned micro-batch into the arrays of a slot: one native call, no copy in between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from shmstage import _native
+from shmstage.errors import LayoutError, SlotStateError, TrajectoryError
+from shmstage.packing.fields import (
+    ROUTING,
+    SEGMENT_IDS,
+    SEGMENT_POSITIONS,
+    TOKEN_FIELDS,
+    TokenField,
+    carried_fields,
+    optional_fields,
+)
+from shmstage.packing.plan import PlannedMicrobatch
+from shmstage.packing.trajectory import Trajectory, check_same_fields
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FillStats:
+    """What a filled micro-batch holds.
+
+    `loss_tokens`: positions with `loss_mask` 1 that are not a segment's first token (nothing predicts that one);
+    `segments`: segments with at least one loss token, so fully masked ones and padding rows count for nothing;
+    `real_tokens`: tokens of a trajectory, the rest is padding.
+    """
+
+    loss_tokens: int
+    segments: int
+    real_tokens: int
+
+
+def fill_microbatch(
+    plan: PlannedMicrobatch,
+    trajectories: Mapping[int, Trajectory],
+    views: Mapping[str, npt.NDArray[Any]],
+) -> FillStats:
+    """Write every byte of every packed field, padding too.
+
+    `trajectories` maps arrival numbers of the plan to trajectories. `views` are the slot's arrays, those of
+    `microbatch_layout`: writable, C-contiguous, at any address. The GIL is released while bytes move.
+
+    Raises before anything is written: `TrajectoryError` for a trajectory that is missing, has another length than
+    planned, or carries other fields than its neighbours; `LayoutError` for views that do not match the plan and
+    its trajectories; `SlotStateError` for a view that can no longer be written.
+    """
+    packed = [_planned(trajectories, segment.arrival, segment.length) for segment in plan.segments()]
+    first = check_same_fields(packed)
+    if SEGMENT_IDS not in views or views[SEGMENT_IDS].ndim != 2:
+        raise LayoutError(f"a micro-batch has {SEGMENT_IDS} [rows, tokens]; got views {sorted(views)}")
+    rows, tokens = views[SEGMENT_IDS].shape
+    if rows != len(plan.rows):
+        raise LayoutError(f"{SEGMENT_IDS} has {rows} rows, the plan {len(plan.rows)}")
+    fields = _fields_of(first, views)
+    for field in fields:
+        tail: tuple[int, ...] = ()
+        if field is ROUTING:
+            routing = None if first is None else first.routing
+            tail = views[field.packed].shape[2:] if routing is None else routing.shape[1:]
+        _check_view(field.packed, views[field.packed], field.dtype, (rows, tokens, *tail))
+    for name in (SEGMENT_IDS, SEGMENT_POSITIONS):
+        _check_view(name, views[name], "int32", (rows, tokens))
+    spans = [
+        (index, segment.start, segment.length) for index, row in enumerate(plan.rows) for segment in row.segments
+    ]
+    try:
+        _native.fill_microbatch(
+            rows,
+            tokens,
+            spans,
+            views[SEGMENT_IDS],
+            views[SEGMENT_POSITIONS],
+            [
+                (
+                    views[field.packed],
+                    views[field.packed].itemsize * int(np.prod(views[field.packed].shape[2:])),
+                    field.pad_byte,
+                    [getattr(trajectory, field.source) for trajectory in packed],
+                )
+                for field in fields
+            ],
+        )
+    except (ValueError, TypeError) as error:
+        raise LayoutError(f"the plan does not fit into {rows} rows of {tokens} tokens: {error}") from None
+    return FillStats(
+        loss_tokens=sum(trajectory.loss_tokens for trajectory in packed),
+        segments=sum(trajectory.loss_tokens > 0 for trajectory in packed),
+        real_tokens=plan.real_tokens,
+    )
+
+
+def microbatch_digest(plan: PlannedMicrobatch, trajectories: Mapping[int, Trajectory]) -> bytes:
+    """16 bytes: xxh3-128 over the row digests in order, padding rows included.
+
+    A row digest is xxh3-128 over (trajectory digest, start as 8 bytes little-endian) of its segments. It says
+    what was packed where, and is the same for every encoding and host count.
+    """
+    whole = xxhash.xxh3_128()
+    for row in plan.rows:
+        part = xxhash.xxh3_128()
+        for segment in row.segments:
+            part.update(_planned(trajectories, segment.arrival, segment.length).digest)
+            part.update(segment.start.to_bytes(8, "little"))
+        whole.update(part.digest())
+    return whole.digest()
+
+
+def _planned(trajectories: Mapping[int, Trajectory], arrival: int, length: int) -> Trajectory:
+    trajectory = trajectories.get(arrival)
+    if trajectory is None:
+        raise TrajectoryError(f"the plan names trajectory number {arrival}, which was not given")
+    if trajectory.length != length:
+        raise TrajectoryError(
+            f"trajectory {trajectory.trajectory_id!r} was planned with {length} tokens, got {trajectory.length}"
+        )
+    return trajectory
+
+
+def _fields_of(first: Trajectory | None, views: Mapping[str, npt.NDArray[Any]]) -> tuple[TokenField, ...]:
+    """The fields to fill. Without a trajectory (padding rows only) the views decide."""
+    if first is not None:
+        fields = carried_fields(optional_fields(first))
+    else:
+        fields = tuple(field for field in TOKEN_FIELDS if not field.optional or field.packed in views)
+    want = {field.packed for field in fields} | {SEGMENT_IDS, SEGMENT_POSITIONS}
+    if views.keys() != want:
+        missing, extra = sorted(want - views.keys()), sorted(views.keys() - want)
+        who = "padding" if first is None else f"trajectory {first.trajectory_id!r} and its neighbours"
+        raise LayoutError(f"the views lack {missing} and have {extra}, which {who} cannot fill")
+    return fields
+
+
+def _check_view(name: str, view: npt.NDArray[Any], dtype: str, shape: tuple[int, ...]) -> None:
+    if view.dtype != np.dtype(dtype) or view.shape != shape:
+        raise LayoutError(f"view {name} wants {dtype}{list(shape)}, got {view.dtype}{list(view.shape)}")
+    if not view.flags.c_contiguous:
+        raise LayoutError(f"view {name} is not C-contiguous; give the slot's whole array")
+    if not view.flags.writeable:
+        raise SlotStateError(f"view {name} is read-only; acquire a slot and fill it before publish")

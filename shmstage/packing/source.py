@@ -1,0 +1,36 @@
+"""Where trajectories come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol, final
+
+from shmstage.packing.bundle import Bundle, read_bundle
+from shmstage.packing.trajectory import Group
+
+
+class Source(Protocol):
+    """Groups in arrival order. `replayable`: `groups(cursor)` gives the same groups again, in any process."""
+
+    @property
+    def replayable(self) -> bool: ...
+
+    def groups(self, cursor: int) -> Iterator[Group]:
+        """Groups number `cursor`, `cursor + 1`, ...; ends where the input ends."""
+        ...
+
+
+@final
+class BundleSource:
+    """The groups of a bundle, in its order. Raises `BundleError` when the bundle is not whole."""
+
+    replayable = True
+
+    def __init__(self, path: Path | str) -> None:
+        self.bundle: Bundle = read_bundle(path)
+        self._groups = self.bundle.groups()
+
+    def groups(self, cursor: int) -> Iterator[Group]:
+        """Groups number `cursor`, `cursor + 1`, ... of the bundle."""
+        return iter(self._groups[cursor:])

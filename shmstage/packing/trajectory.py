@@ -1,0 +1,191 @@
+"""One prompt and completion with its per-token arrays, checked once, when it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from shmstage import _native
+from shmstage.errors import TrajectoryError
+from shmstage.packing.fields import ROUTING, TOKEN_FIELDS, optional_fields
+
+Float32 = npt.NDArray[np.float32]
+
+#: integers up to here are exact in float32
+_EXACT_FLOAT32 = 1 << 24
+MAX_ID_CHARACTERS = 200
+MAX_INTEGER = 2**53  # exact in every JSON reader
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """Per-token arrays of one prompt and completion; n = `length` tokens, 0 allowed.
+
+    * `tokens` int32 `[n]`, prompt then completion. A pad token inside it is a token like any other.
+    * `loss_mask` float32 `[n]`, 0 or 1: 1 where the token trains. Holes (tool turns) are fine.
+    * `advantages`, `old_logprobs` float32 `[n]`; optional `ref_logprobs`, `returns`, `old_values` float32 `[n]`.
+    * optional `routing` int16 `[n or n-1, layers, top_k]`: expert ids in order of preference; distinct and below
+      `experts` (0: number of experts unknown), or all -1 where a token's choice in a layer is not known. With
+      n-1 rows the last token, sampled but never fed, has none.
+    * `group_id` empty = a group of its own; `batch_index` and `policy_version` count from 0.
+
+    Lists and other dtypes are taken if every value stays exact (a list of floats is rounded to float32); arrays
+    that are already right are not copied, so do not write to them afterwards. The attributes are read-only views.
+    Raises `TrajectoryError` naming trajectory, field, want and got.
+    """
+
+    trajectory_id: str
+    tokens: npt.NDArray[np.int32]
+    loss_mask: Float32
+    advantages: Float32
+    old_logprobs: Float32
+    ref_logprobs: Float32 | None = None
+    returns: Float32 | None = None
+    old_values: Float32 | None = None
+    routing: npt.NDArray[np.int16] | None = None
+    experts: int = 0
+    group_id: str = ""
+    batch_index: int = 0
+    policy_version: int = 0
+    #: xxh3-128 over names, shapes and values of the arrays that are present; ids do not enter
+    digest: bytes = field(init=False)
+    #: tokens that train: `loss_mask` is 1 and a token comes before them to predict them from
+    loss_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.group_id == "":
+            object.__setattr__(self, "group_id", self.trajectory_id)
+        for name in ("trajectory_id", "group_id"):
+            value = getattr(self, name)
+            # ids go into error lines, tables and file names of reports
+            if type(value) is not str or not 0 < len(value) <= MAX_ID_CHARACTERS or not value.isprintable():
+                self._refuse(name, f"1 to {MAX_ID_CHARACTERS} printable characters", repr(value)[:300])
+        for name in ("batch_index", "policy_version", "experts"):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+                self._refuse(name, f"an integer from 0 to {MAX_INTEGER}", repr(value))
+        hasher = xxhash.xxh3_128()
+        for row in TOKEN_FIELDS:
+            value = getattr(self, row.source)
+            if value is None and row.optional:
+                continue
+            array = self._exact(row.source, value, np.dtype(row.dtype))
+            if row is ROUTING:
+                self._check_routing(array)
+            elif array.ndim != 1 or (row.source != "tokens" and len(array) != self.length):
+                want = f"shape [{self.length}], one per token" if row.source != "tokens" else "one dimension"
+                self._refuse(row.source, want, f"shape {list(array.shape)}")
+            object.__setattr__(self, row.source, array)
+            hasher.update(f"{row.source} {row.dtype} {array.shape};".encode())
+            hasher.update(array.data)
+        neither = (self.loss_mask != 0) & (self.loss_mask != 1)
+        if neither.any():
+            wrong = self.loss_mask[neither][0]
+            self._refuse("loss_mask", "0 or 1 for each token", f"{wrong}; weights go into advantages")
+        object.__setattr__(self, "digest", hasher.digest())
+        object.__setattr__(self, "loss_tokens", int(np.count_nonzero(self.loss_mask[1:])))
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, prompt and completion."""
+        return len(self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that are present."""
+        present = (getattr(self, row.source) for row in TOKEN_FIELDS)
+        return sum(array.nbytes for array in present if array is not None)
+
+    def _refuse(self, name: str, want: str, got: str) -> NoReturn:
+        who = repr(self.trajectory_id)[:300]
+        raise TrajectoryError(f"trajectory {who}: {name} wants {want}, got {got}")
+
+    def _exact(self, name: str, value: Any, want: np.dtype[Any]) -> npt.NDArray[Any]:
+        """`value` as a C-contiguous, little-endian, read-only array of dtype `want`, every value unchanged."""
+        listed = isinstance(value, (list, tuple))
+        try:
+            given = np.asarray(value)
+        except Exception as error:  # ragged lists, and whatever a foreign __array__ raises
+            self._refuse(name, f"an array of {want}", f"{type(value).__name__} ({error})")
+        if given.ndim == 0:
+            self._refuse(name, f"an array of {want}", repr(value))
+        if listed and given.size == 0:
+            given = given.astype(want)
+        if given.dtype.hasobject or given.dtype.names is not None or given.dtype.kind in "USMmc":
+            self._refuse(name, f"dtype {want}", f"dtype {given.dtype}")
+        if given.dtype != want:
+            self._check_conversion(name, given, want, rounds=listed)
+        with np.errstate(over="ignore"):  # seen below
+            array = np.ascontiguousarray(given, dtype=want).view(np.ndarray)
+        if listed and want.kind == "f" and not np.isfinite(array).all():
+            self._refuse(name, "finite float32 values", f"{given[~np.isfinite(array)].flat[0]}")
+        array.flags.writeable = False
+        return array
+
+    def _check_conversion(self, name: str, given: npt.NDArray[Any], want: np.dtype[Any], *, rounds: bool) -> None:
+        if given.dtype.kind in "iub":
+            if want.kind == "f":
+                low, high = -_EXACT_FLOAT32, _EXACT_FLOAT32
+            else:
+                low, high = int(np.iinfo(want).min), int(np.iinfo(want).max)
+            if given.size and not (low <= int(given.min()) and int(given.max()) <= high):
+                self._refuse(name, f"values from {low} to {high} ({want})", f"{given.min()} to {given.max()}")
+        elif want.kind != "f" or not (rounds or np.can_cast(given.dtype, want, "safe")):
+            self._refuse(name, f"dtype {want}", f"dtype {given.dtype}; convert it with .astype({str(want)!r})")
+
+    def _check_routing(self, routing: npt.NDArray[Any]) -> None:
+        if routing.ndim != 3 or 0 in routing.shape[1:] or routing.shape[0] not in (self.length, self.length - 1):
+            rows = f"{self.length} or {max(self.length - 1, 0)}"
+            self._refuse("routing", f"shape [{rows}, layers, top_k]", f"shape {list(routing.shape)}")
+        _, layers, top_k = routing.shape
+        limit = self.experts or int(np.iinfo(np.int16).max) + 1
+        wrong = _native.routing_fault(routing, top_k, limit)
+        if wrong >= 0:
+            token, layer = divmod(wrong, layers)
+            want = f"distinct expert ids from 0 to {limit - 1}, or only -1, in each [token, layer]"
+            self._refuse("routing", want, f"{routing[token, layer].tolist()} at [{token}, {layer}]")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The trajectories of one prompt, all of one batch."""
+
+    group_id: str
+    batch_index: int
+    trajectories: tuple[Trajectory, ...]
+
+
+def check_same_fields(trajectories: Iterable[Trajectory]) -> Trajectory | None:
+    """All carry the same optional fields, routing of one shape and experts; returns the first of them.
+
+    Raises `TrajectoryError` naming both trajectories otherwise.
+    """
+    first: Trajectory | None = None
+    for trajectory in trajectories:
+        if first is None:
+            first = trajectory
+            continue
+        differ = optional_fields(first) ^ optional_fields(trajectory)
+        if differ:
+            name = min(differ)
+            has, lacks = (first, trajectory) if getattr(first, name) is not None else (trajectory, first)
+            raise TrajectoryError(
+                f"trajectory {has.trajectory_id!r} has {name} and trajectory {lacks.trajectory_id!r} has not; "
+                "give an optional field to all of them or to none"
+            )
+        if first.routing is not None and trajectory.routing is not None:
+            want = (*first.routing.shape[1:], first.experts)
+            got = (*trajectory.routing.shape[1:], trajectory.experts)
+            if want != got:
+                raise TrajectoryError(
+                    f"trajectory {trajectory.trajectory_id!r}: routing wants [layers, top_k], experts = {want} "
+                    f"as in trajectory {first.trajectory_id!r}, got {got}"
+                )
+    return first

@@ -1,0 +1,213 @@
+"""Every setting, declared once and checked once; where its value came from is kept beside it.
+
+A setting has one name: the TOML key ``rows``, the flag ``--rows`` and the variable ``SHMSTAGE_ROWS`` are the same
+thing. A flag beats the environment, the environment beats the file, the file beats the default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shmstage.errors import SettingsError
+
+Boundary = Literal["serial", "pipelined", "staged_after_update", "staged_before_update"]
+BOUNDARIES: tuple[Boundary, ...] = ("serial", "pipelined", "staged_after_update", "staged_before_update")
+
+DEFAULT_STEPS = 12
+LEVELS = ("default", "file", "environment", "flag")
+
+
+class Settings(BaseModel):
+    """What a run is told. Frozen; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str = Field("", max_length=64, description="run id; empty: made from the time")
+    out: Path | None = Field(None, description="output directory; unset: runs/<run>")
+    bundle: Path | None = Field(None, description="directory of a bundle to train; unset: the demo bundle")
+    source: str = Field("", description="where trajectories come from, as module:factory; settings in [source]")
+    engine: str = Field("", description="what trains, as module:factory; settings in [engine]")
+    source_settings: dict[str, Any] = Field(default_factory=dict)
+    engine_settings: dict[str, Any] = Field(default_factory=dict)
+
+    boundary: Boundary = Field("serial", description="order of the commands at a step boundary")
+    rows: int = Field(4, ge=1, le=1 << 20, description="rows of a micro-batch")
+    tokens: int = Field(256, ge=2, le=1 << 24, description="tokens of a row")
+    microbatches_per_step: int = Field(3, ge=1, le=1 << 20, description="micro-batches of one optimizer update")
+    steps: int | None = Field(None, ge=1, description="optimizer updates; input repeats to reach them")
+    passes: int | None = Field(None, ge=1, description="how often the input is run over")
+    max_segments_per_row: int = Field(0, ge=0, description="most trajectories in a row; 0: no limit")
+    segment_align: int = Field(1, ge=1, description="a segment starts at a multiple of this many tokens")
+    max_real_tokens: int = Field(0, ge=0, description="most real tokens in a micro-batch; 0: no limit")
+    on_overlong: Literal["error", "drop"] = Field("error", description="trajectory longer than a row")
+
+    slots: int = Field(3, ge=2, le=4096, description="places for micro-batches in the pool")
+    aux_slots: int = Field(1, ge=0, le=4096, description="places for evaluation and scoring, never for training")
+    device_buffers: int = Field(2, ge=2, le=64, description="micro-batches held on the device side")
+    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: only the one before step 1")
+    weight_sync: Literal["off", "async", "sync"] = Field("off", description="publish weights after every update")
+    verify: Literal["digest", "full"] = Field("digest", description="full: also hash the arrays the engine gets")
+    resume: bool = Field(False, description="continue from the newest checkpoint in OUT")
+
+    stage_wait_s: float | None = Field(
+        None, gt=0, description="how long a planned stage waits for its micro-batch; unset: while the device computes"
+    )
+    start_timeout_s: float = Field(120.0, gt=0, description="deadline for the trainer to come up")
+    call_timeout_s: float = Field(600.0, gt=0, description="deadline for one trainer command")
+    slot_timeout_s: float = Field(600.0, gt=0, description="deadline for a free slot")
+    stop_grace_s: float = Field(20.0, gt=0, description="how long children may take to stop")
+
+    @property
+    def step_cap(self) -> int | None:
+        """Most steps of the run; ``None`` when only ``passes`` bounds it."""
+        if self.steps is None and self.passes is None:
+            return DEFAULT_STEPS
+        return self.steps
+
+    @property
+    def out_dir(self) -> Path:
+        """The output directory, absolute."""
+        return (self.out or Path("runs") / self.run).absolute()
+
+
+#: the reference's three switches: another spelling of ``boundary``
+SWITCHES: dict[str, tuple[str, str]] = {
+    "pipeline_step_boundary": (
+        "PIPELINE_STEP_BOUNDARY",
+        "pack and send the next step's first micro-batch without waiting for this step's bookkeeping",
+    ),
+    "stage_next_microbatch": ("STAGE_NEXT_MICROBATCH", "also upload it while the last micro-batch computes"),
+    "stage_before_update": ("STAGE_BEFORE_UPDATE", "stage before the (deferred) update; on by default"),
+}
+#: not settings of their own: tables of the TOML file
+TABLES = {"engine_settings": "engine", "source_settings": "source"}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Checked settings and, per key, where the value came from (``default``, ``file PATH``, ``$NAME``, ``--flag``)."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Given:
+    value: Any
+    level: int
+    origin: str
+
+
+def resolve(
+    flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None
+) -> Resolved:
+    """Merge defaults, TOML file, environment and flags, and check the result.
+
+    Raises ``SettingsError`` naming key, value, limit and remedy.
+    """
+    given: dict[str, _Given] = {}
+    for key, value in (_read_toml(file) if file else {}).items():
+        given[key] = _Given(value, 1, f"file {file}")
+    for key, name in _variables().items():
+        for spelled in name:
+            if spelled in environment:
+                given[key] = _Given(environment[spelled], 2, f"${spelled}")
+    for key, value in flags.items():
+        if value is not None:
+            given[key] = _Given(value, 3, "--" + key.replace("_", "-"))
+    _check_known(given)
+    _fold_switches(given)
+    try:
+        settings = Settings.model_validate({key: g.value for key, g in given.items()})
+    except ValidationError as error:
+        raise SettingsError(_explain(error, given)) from None
+    origins = {key: given[key].origin if key in given else "default" for key in Settings.model_fields}
+    return Resolved(settings, origins)
+
+
+def _variables() -> dict[str, list[str]]:
+    names = {k: [f"SHMSTAGE_{k.upper()}"] for k in Settings.model_fields if k not in TABLES}
+    for key, (bare, _) in SWITCHES.items():
+        names[key] = [f"SHMSTAGE_{key.upper()}", bare]
+    return names
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        raw = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise SettingsError(f"settings file {file}: {error.strerror}; check the path") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"settings file {file} is not valid TOML: {error}") from None
+    for table, key in TABLES.items():
+        if table in raw:
+            raise SettingsError(f"{table} in {file}: write it as the table [{key}]")
+        if isinstance(raw.get(key), dict):
+            # TOML cannot hold both `engine = "m:f"` and `[engine]`; inside the table the name is `factory`
+            inner = dict(raw.pop(key))
+            if "factory" in inner:
+                raw[key] = inner.pop("factory")
+            raw[table] = inner
+    return raw
+
+
+def _check_known(given: Mapping[str, _Given]) -> None:
+    known = [*Settings.model_fields, *SWITCHES]
+    for key, item in given.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; `shmstage run --help` lists all settings"
+            raise SettingsError(f"unknown setting {key} = {item.value!r} ({item.origin}){hint}")
+
+
+def _fold_switches(given: dict[str, _Given]) -> None:
+    """Turn the three switches into ``boundary``; of two spellings the one from the higher level wins."""
+    switches = {key: given.pop(key) for key in SWITCHES if key in given}
+    if not switches:
+        return
+    value = {key: _as_bool(key, item) for key, item in switches.items()}
+    if value.get("stage_next_microbatch") and not value.get("pipeline_step_boundary"):
+        raise SettingsError(
+            f"stage_next_microbatch ({switches['stage_next_microbatch'].origin}) needs pipeline_step_boundary; "
+            "add --pipeline-step-boundary or drop it"
+        )
+    mode: Boundary = "serial"
+    if value.get("pipeline_step_boundary"):
+        mode = "pipelined"
+    if value.get("stage_next_microbatch"):
+        mode = "staged_before_update" if value.get("stage_before_update", True) else "staged_after_update"
+    top = max(switches.values(), key=lambda item: item.level)
+    named = given.get("boundary")
+    if named is not None and named.level > top.level:
+        return
+    if named is not None and named.level == top.level and named.value != mode:
+        raise SettingsError(
+            f"boundary = {named.value} ({named.origin}) contradicts {top.origin}, which means {mode}; give one of them"
+        )
+    given["boundary"] = _Given(mode, top.level, top.origin)
+
+
+def _as_bool(key: str, item: _Given) -> bool:
+    if isinstance(item.value, bool):
+        return item.value
+    word = str(item.value).strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off", ""):
+        return False
+    raise SettingsError(f"{key} = {item.value!r} ({item.origin}) is no switch; use true or false")
+
+
+def _explain(error: ValidationError, given: Mapping[str, _Given]) -> str:
+    first = error.errors()[0]
+    key = str(first["loc"][0]) if first["loc"] else "settings"
+    origin = f" ({given[key].origin})" if key in given else ""
+    wanted = first["msg"].replace("Input should be", "must be")
+    return f"{key} = {first['input']!r}{origin}: {wanted[:1].lower()}{wanted[1:]}"

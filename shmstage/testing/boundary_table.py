@@ -1,0 +1,59 @@
+"""The commands a trainer must receive, written down from the contract's table, independent of the schedule's code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shmstage.settings import Boundary
+
+#: one received command as text, for example ``fwd_bwd 3.0 defer`` or ``get_metrics 3``
+Call = str
+
+#: what the trainer receives besides, outside the boundary's contract
+OUTSIDE = ("hello", "info", "compile", "restore_checkpoint", "get_step_timing", "release_weight_sync", "shutdown")
+
+
+def expected_calls(
+    mode: Boundary, *, steps: int, microbatches_per_step: int, checkpoint_every: int = 0, weight_sync: bool = False
+) -> list[Call]:
+    """All calls of an undisturbed run in which every planned stage finds its micro-batch packed."""
+    calls: list[Call] = ["save_checkpoint 0"]
+    staged = mode.startswith("staged")
+    last = microbatches_per_step - 1
+    for k in range(1, steps + 1):
+        more = k < steps
+        for i in range(microbatches_per_step):
+            name = f"{k}.{i}"
+            defer = " defer" if mode == "staged_before_update" and i == last and more else ""
+            if not staged or (k == 1 and i == 0):
+                calls.append(f"fwd_bwd {name}{defer}")
+                continue
+            if i > 0:
+                calls.append(f"stage_fwd_bwd {name}")
+            calls.append(f"fwd_bwd_staged {name}{defer}")
+        if staged and more:
+            calls.append(f"stage_fwd_bwd {k + 1}.0")
+        if mode == "staged_before_update" and more:
+            calls.append("apply_deferred_update")
+        calls.append(f"get_metrics {k}")
+        if checkpoint_every and k % checkpoint_every == 0:
+            calls.append(f"save_checkpoint {k}")
+        if weight_sync:
+            calls.append(f"prepare_weight_sync {k}")
+    return calls
+
+
+def received_calls(records: Iterable[Mapping[str, Any]]) -> list[Call]:
+    """The trainer's own record of what it received, in the same words."""
+    return [_as_call(record) for record in records if record["command"] not in OUTSIDE]
+
+
+def _as_call(record: Mapping[str, Any]) -> Call:
+    command = str(record["command"])
+    if command in ("fwd_bwd", "stage_fwd_bwd", "fwd_bwd_staged"):
+        defer = " defer" if record.get("defer_update") else ""
+        return f"{command} {record['step']}.{record['index']}{defer}"
+    if command in ("apply_deferred_update", "update"):
+        return command
+    return f"{command} {record['version'] if command == 'prepare_weight_sync' else record['step']}"

@@ -1,0 +1,166 @@
+"""``shmstage compare``: the four boundary modes and the reference loop on the same input; are they equal?
+
+The latch does not exist here and a planned stage waits for its micro-batch to a deadline, so that the outcome does not
+depend on how fast anything is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shmstage.errors import RunFailedError
+from shmstage.events import read_json_lines
+from shmstage.launch.processes import Child
+from shmstage.launch.run_command import add_settings, resolve_args
+from shmstage.launch.run_directory import completed
+from shmstage.launch.single_host import run
+from shmstage.settings import BOUNDARIES, Boundary, Settings
+from shmstage.testing.boundary_table import expected_calls, received_calls
+
+DEFAULT_STEPS = 6
+STAGE_WAIT_S = 120.0
+REFERENCE_TIMEOUT_S = 3600.0
+#: what has to be equal between every mode and the reference loop
+EQUAL = ("payload_digests", "denominators", "losses", "initial_param_digest", "param_digest")
+
+
+class _Quiet:
+    def poll(self) -> None:
+        return
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="shmstage compare",
+        description="Run serial, pipelined, staged_after_update, staged_before_update and the reference loop on the "
+        "same input and check that payloads, denominators, losses and parameters are equal. Exit 1 if they are not.",
+    )
+    add_settings(parser)
+    parser.add_argument("--json", action="store_true", help="print the verdict as one JSON object on stdout")
+    args = parser.parse_args(argv)
+    settings = resolve_args(args).settings
+    if settings.steps is None and settings.passes is None:
+        settings = settings.model_copy(update={"steps": DEFAULT_STEPS})
+    verdict = compare(completed(settings), say=_say)
+    if args.json:
+        print(json.dumps(verdict))
+    else:
+        _print_table(verdict)
+    return 0 if verdict["equal"] else 1
+
+
+def _say(text: str) -> None:
+    from rich.console import Console
+
+    Console(stderr=True).print(text, highlight=False)
+
+
+def compare(settings: Settings, *, say: Any = lambda text: None) -> dict[str, Any]:
+    """Run everything and return the verdict with what it rests on; ``settings`` is complete."""
+    # bit-identity holds for one CPU count: all arms get the same, whatever the machine does meanwhile
+    os.environ.setdefault("PJRT_NPROC", str(os.cpu_count() or 1))
+    base = settings.model_copy(update={"verify": "full", "stage_wait_s": STAGE_WAIT_S})
+    say("reference loop")
+    reference = run_reference(_arm(base, "reference"))
+    modes: dict[str, dict[str, Any]] = {}
+    for mode in BOUNDARIES:
+        say(mode)
+        arm = _arm(base, mode).model_copy(update={"boundary": mode})
+        modes[mode] = _result(arm, run(arm, _Quiet()))
+    problems = [text for mode, result in modes.items() for text in problems_of(mode, result, reference, base)]
+    if reference["param_digest"] == reference["initial_param_digest"]:
+        problems.append("reference: the final parameters are the initial ones; nothing was trained")
+    return {
+        "equal": not problems,
+        "problems": problems,
+        "steps": reference["steps"],
+        "microbatches_per_step": settings.microbatches_per_step,
+        "modes": modes,
+        "reference": reference,
+        "out": str(base.out_dir),
+    }
+
+
+def _arm(base: Settings, name: str) -> Settings:
+    return base.model_copy(update={"run": f"{base.run}-{name}", "out": base.out_dir / name})
+
+
+def _result(arm: Settings, summary: dict[str, Any]) -> dict[str, Any]:
+    calls = received_calls(read_json_lines(Path(summary["out"]) / "trainer_calls.jsonl"))
+    kept = (*EQUAL, "steps", "staged_boundaries", "boundary_idle_s", "step_s", "digests", "leaked_pools")
+    return {**{key: summary[key] for key in kept}, "trainer_calls": calls}
+
+
+def problems_of(
+    mode: Boundary | str, result: dict[str, Any], reference: dict[str, Any], settings: Settings
+) -> list[str]:
+    """Everything that is not as the contract wants it, in words; empty if all is well. Pure."""
+    problems = [f"{mode}: {key} differ from the reference loop" for key in EQUAL if result[key] != reference[key]]
+    if not all(digest for step in result["payload_digests"] for digest in step):
+        problems.append(f"{mode}: payload digests are missing")
+    steps = reference["steps"]
+    whole_steps = sum(len(step) == settings.microbatches_per_step for step in reference["payload_digests"])
+    wanted = expected_calls(
+        mode,  # type: ignore[arg-type]
+        steps=steps, microbatches_per_step=settings.microbatches_per_step,
+        checkpoint_every=settings.checkpoint_every, weight_sync=settings.weight_sync != "off",
+    )  # fmt: skip
+    if whole_steps == steps and steps == settings.step_cap and result["trainer_calls"] != wanted:
+        at = next(
+            (i for i, pair in enumerate(zip(result["trainer_calls"], wanted, strict=False)) if pair[0] != pair[1]),
+            min(len(result["trainer_calls"]), len(wanted)),
+        )
+        got = result["trainer_calls"][at : at + 1] or ["nothing"]
+        problems.append(f"{mode}: call {at} was {got[0]}, wanted {(wanted[at : at + 1] or ['nothing'])[0]}")
+    boundaries = steps - 1 if str(mode).startswith("staged") else 0
+    if result["staged_boundaries"] != boundaries:
+        problems.append(f"{mode}: {result['staged_boundaries']} staged boundaries, wanted {boundaries}")
+    if result["leaked_pools"]:
+        problems.append(f"{mode}: {result['leaked_pools']} leaked objects in shared memory")
+    return problems
+
+
+def run_reference(settings: Settings) -> dict[str, Any]:
+    """The reference loop in a process of its own; raises ``RunFailedError`` with the log to look at."""
+    out = settings.out_dir
+    out.mkdir(parents=True, exist_ok=True)
+    child = Child("testing.reference_run", ["--settings", settings.model_dump_json()], out / "reference.log")
+    try:
+        code = child.wait(REFERENCE_TIMEOUT_S)
+    finally:
+        child.end(1.0)
+    if code != 0:
+        raise RunFailedError(f"the reference loop {child.describe_end()}")
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+def _print_table(verdict: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{verdict['steps']} steps of {verdict['microbatches_per_step']} micro-batches")
+    for column in ("mode", "step time, median", "boundary idle, median", "max", "staged", "parameters", "equal"):
+        table.add_column(column)
+    for mode, result in verdict["modes"].items():
+        bad = any(text.startswith(f"{mode}:") for text in verdict["problems"])
+        idle = result["boundary_idle_s"]
+        table.add_row(
+            mode, _ms(result["step_s"]["median"]), _ms(idle["median"]), _ms(idle["max"]),
+            f"{result['staged_boundaries']} of {result['steps'] - 1}", result["param_digest"][:12], "no" if bad else "yes",
+        )  # fmt: skip
+    table.add_row("reference loop", "", "", "", "", verdict["reference"]["param_digest"][:12], "")
+    console = Console(stderr=True)
+    console.print(table)
+    for text in verdict["problems"]:
+        console.print(f"[red]{text}[/]", highlight=False)
+    console.print("equal" if verdict["equal"] else "NOT EQUAL", style="bold")
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.2f} ms"

@@ -1,0 +1,98 @@
+"""``python -m shmstage.testing.reference_run``: the reference loop on the same input, without shared memory or messages.
+
+Packs with the numpy packer and places private copies, so that it shares no hot-path code with what it judges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from shmstage.errors import ShmstageError
+from shmstage.events import write_failure
+from shmstage.memory.lifeline import Lifeline
+from shmstage.orchestrator.intake import Intake
+from shmstage.orchestrator.plugins import load_source
+from shmstage.orchestrator.session import layout_of, plan_settings, write_summary
+from shmstage.settings import Settings
+from shmstage.testing.engines_placing import place_private_copies
+from shmstage.testing.numpy_packer import pack_with_numpy
+from shmstage.testing.reference_loop import reference_loop
+from shmstage.trainer.digests import param_digest, payload_digest
+from shmstage.trainer.load import load_engine
+
+
+def steps_of(settings: Settings, payload_digests: list[list[str]]) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
+    """(number, micro-batches) as the settings bound them; notes the payload digest of each micro-batch."""
+    source = load_source(settings)
+    layout = layout_of(source, settings)
+    number, microbatches = 1, []
+    payload_digests.append([])
+    for planned in Intake(source, plan_settings(settings), passes=settings.passes):
+        trajectories = {key: arrival.trajectory for key, arrival in planned.arrivals.items()}
+        arrays = pack_with_numpy(planned.plan, trajectories)
+        payload_digests[-1].append(payload_digest({field.name: arrays[field.name] for field in layout.fields}))
+        microbatches.append(arrays)
+        if len(microbatches) == settings.microbatches_per_step:
+            yield number, microbatches
+            if number == settings.step_cap:
+                return
+            number, microbatches = number + 1, []
+            payload_digests.append([])
+    if microbatches:
+        yield number, microbatches
+    else:
+        payload_digests.pop()
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    engine = load_engine(settings.engine, settings.engine_settings, checkpoint_dir=None)
+    layout = layout_of(load_source(settings), settings)
+    shardings = engine.shardings(layout)
+    initial = param_digest(engine)
+    payload_digests: list[list[str]] = []
+    losses: list[float] = []
+    denominators: list[float] = []
+
+    def record(number: int, metrics: Mapping[str, Any]) -> None:
+        losses.append(float(np.asarray(metrics["loss"])))
+        denominators.append(float(np.asarray(metrics["denominator"])))
+
+    steps = steps_of(settings, payload_digests)
+    reference_loop(engine, steps, lambda arrays: place_private_copies(arrays, shardings), record)
+    return {
+        "steps": len(losses),
+        "losses": losses,
+        "denominators": denominators,
+        "payload_digests": payload_digests,
+        "initial_param_digest": initial,
+        "param_digest": param_digest(engine),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m shmstage.testing.reference_run")
+    parser.add_argument("--settings", required=True)
+    parser.add_argument("--lifeline", action="store_true")
+    args = parser.parse_args()
+    settings = Settings.model_validate_json(args.settings)
+    # the loop has no place to stop at: whoever started it ends it
+    Lifeline(watch_stdin=args.lifeline, on_stop=lambda: sys.exit(130))
+    try:
+        write_summary(settings, run(settings))
+        return 0
+    except ShmstageError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return write_failure(settings.out_dir, "reference", error)
+    except Exception as error:
+        traceback.print_exc()
+        return write_failure(settings.out_dir, "reference", error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What happened: pure estimators over raw instants."""

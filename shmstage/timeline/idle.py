@@ -1,0 +1,50 @@
+"""How long the devices waited at a step boundary: two estimators over readiness stamps, the larger is reported.
+
+Source of the formulas: the contract of the step boundary ("Measuring the idle"). The gap after "update landed" alone is
+a false win, because it leaves out the wait *before* a late update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True)
+class BoundaryInstants:
+    """Raw instants of the boundary from step k to k+1, all in ns on the trainer's monotonic clock.
+
+    ``last_finished``: L, step k's last micro-batch, is done. ``first_ready``: F, step k+1's first, is done.
+    """
+
+    last_finished: int
+    update_dispatched: int
+    update_landed: int
+    first_dispatched: int
+    first_staged_ready: int
+    first_ready: int
+
+
+def boundary_idle_s(at: BoundaryInstants, microbatch_s: float | None) -> float:
+    """Idle of one boundary in seconds: the larger of both estimators, never negative.
+
+    ``microbatch_s`` is the calibrated time of one micro-batch (``calibrated_microbatch_s``); ``None`` leaves the
+    second estimator out.
+    """
+    started = max(at.first_dispatched, at.update_landed, at.first_staged_ready)
+    before_update = max(0, at.update_dispatched - at.last_finished)
+    idle_ns = started - at.update_landed + before_update
+    if microbatch_s is not None:
+        started_by_end = at.first_ready - round(microbatch_s * 1e9)
+        idle_ns = max(idle_ns, started_by_end - at.update_landed + before_update)
+    return max(0, idle_ns) / 1e9
+
+
+def calibrated_microbatch_s(intervals: Sequence[tuple[int, int, int]]) -> float | None:
+    """Median device time of a micro-batch in seconds from (dispatched, previous ready, ready) in ns.
+
+    A micro-batch starts at the later of its dispatch and the end of the one before it; ``None`` without samples.
+    """
+    samples = [ready - max(dispatched, previous) for dispatched, previous, ready in intervals]
+    return median(samples) / 1e9 if samples else None

@@ -1,0 +1,80 @@
+"""Checkpoints on disk through orbax: one directory per step, complete once it has its final name.
+
+Only host arrays go in: orbax given arrays still being computed blocks its caller for the rest of the computation.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from shmstage.errors import CheckpointError, MissingExtraError
+
+METADATA = "metadata.json"
+STATE = "state"
+PARTIAL = ".partial-"
+
+
+@final
+class CheckpointStore:
+    """The checkpoints under one directory. ``save`` is for the snapshot thread, the rest for the command thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.absolute()
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, ascending."""
+        if not self.directory.is_dir():
+            return []
+        found = [entry for entry in self.directory.iterdir() if entry.name.isdecimal()]
+        return sorted(int(entry.name) for entry in found if (entry / METADATA).is_file())
+
+    def save(self, step: int, tree: Any, metadata: Mapping[str, object]) -> Path:
+        """Write a pytree of numpy arrays and plain metadata; returns when both are under their final name.
+
+        An older checkpoint of the same step is replaced. Raises ``CheckpointError``.
+        """
+        checkpointer = _checkpointer()
+        partial = self.directory / f"{PARTIAL}{step}"
+        final_path = self.directory / str(step)
+        try:
+            text = json.dumps({**metadata, "step": step})
+            self.directory.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            with checkpointer() as writer:
+                writer.save(partial / STATE, tree)
+            (partial / METADATA).write_text(text)
+            # a rename is what makes it complete: whoever is killed before it leaves no half checkpoint
+            shutil.rmtree(final_path, ignore_errors=True)
+            partial.rename(final_path)
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"checkpoint {step} in {self.directory} was not written: {error}") from error
+        return final_path
+
+    def load(self, step: int, template: Any) -> tuple[Any, dict[str, Any]]:
+        """The pytree of numpy arrays, of ``template``'s structure, shapes and dtypes, and the metadata.
+
+        Raises ``CheckpointError`` if it cannot be read or is of another model.
+        """
+        checkpointer = _checkpointer()
+        path = self.directory / str(step)
+        try:
+            metadata = json.loads((path / METADATA).read_text())
+            with checkpointer() as reader:
+                tree = reader.restore(path / STATE, item=template)
+        except Exception as error:  # orbax raises errors of many kinds for a tree that does not match
+            raise CheckpointError(
+                f"checkpoint {path} cannot be restored into this model: {type(error).__name__}: {error}"
+            ) from error
+        return tree, metadata
+
+
+def _checkpointer() -> Any:
+    try:
+        import orbax.checkpoint as orbax
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("checkpoints need orbax-checkpoint; pip install 'shmstage[train]'") from error
+    return orbax.PyTreeCheckpointer

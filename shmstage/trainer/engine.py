@@ -1,0 +1,88 @@
+"""What the worker asks of a training engine. Implement this to plug in your own; ``OptaxEngine`` is ready-made.
+
+An engine is called by one thread and must not wait for the device inside ``fwd_bwd`` or ``update``: it dispatches
+and returns. Completion is what its *tokens* say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import jax
+
+from shmstage.memory.layout import Layout
+
+Batch = Mapping[str, jax.Array]
+"""Field name → device array ``[rows, tokens, ...]``. An engine drops its references when it has dispatched."""
+
+
+class Snapshot(Protocol):
+    """A checkpoint being taken: references first, bytes of its own next, durable last."""
+
+    def copy_to_host(self) -> None:
+        """Copy the referenced arrays to bytes the host owns, waiting until they are computed, and drop them.
+
+        Runs on the snapshot thread and must not dispatch a device program. Raises if the arrays' computation failed.
+        """
+
+    def write(self) -> Mapping[str, object]:
+        """Make the copy durable and return plain facts about it. Runs on the snapshot thread."""
+
+
+class TrainEngine(Protocol):
+    """Seven methods every engine has. ``OptionalMethods`` lists what it may have besides."""
+
+    def shardings(self, layout: Layout) -> Mapping[str, jax.sharding.Sharding]:
+        """The sharding of every field of ``layout``."""
+
+    def fwd_bwd(self, batch: Batch) -> jax.Array | None:
+        """Dispatch forward and backward of one micro-batch and add its gradients, undivided, to the step's.
+
+        Returns a token: a fresh output array of that work, never an accumulator, never donated; ``None`` from an
+        engine that has no tokens and returns only when the work is done.
+        """
+
+    def update(self) -> jax.Array | None:
+        """Dispatch one optimizer update: divide once by the summed denominator, step, zero the accumulators."""
+
+    def metrics(self) -> Mapping[str, jax.Array]:
+        """Scalars of the last update, fresh outputs: ``loss``, ``grad_norm``, ``denominator``, others."""
+
+    def save(self, step: int, metadata: Mapping[str, object]) -> Snapshot:
+        """References to the state as the last update left it; no copy, no wait."""
+
+    def restore(self) -> Mapping[str, object] | None:
+        """Load the highest complete checkpoint and return its metadata with ``"step"`` added.
+
+        ``None`` if there is none; the parameters then stay as they are. Accumulated gradients, denominators and
+        metrics are zero afterwards in both cases.
+        """
+
+    def weights(self) -> Mapping[str, jax.Array]:
+        """References to the parameters as the last update left them, by path, in tree order."""
+
+
+class OptionalMethods(Protocol):
+    """What an engine may have; the worker looks for each by name."""
+
+    #: False: the forward pass changes state, so every snapshot is waited for before the command returns
+    snapshots: bool
+
+    def compile(self, example: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        """Compile the programs for micro-batches of these shapes, dtypes and shardings. May wait."""
+
+    def settle(self, upto: int) -> None:
+        """Read the overflow flags through the ``upto``-th ``fwd_bwd`` of this step (from 1), dispatch replays.
+
+        After it returns, those micro-batches' arrays are not read by any program not yet dispatched.
+        """
+
+    def per_token_logps(self, batch: Batch, role: str) -> jax.Array:
+        """Dispatch scoring: float32 ``[rows, tokens]``. ``role`` is ``"actor"`` or ``"reference"``."""
+
+    def eval_step(self, batch: Batch) -> Mapping[str, jax.Array]:
+        """Dispatch an evaluation of one micro-batch: named scalars."""
+
+    def close(self) -> None:
+        """Give up threads and files."""

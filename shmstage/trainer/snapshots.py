@@ -1,0 +1,156 @@
+"""Snapshots: a command takes references and returns a ticket; two threads turn them into bytes and make them durable.
+
+The copying thread works in order and dispatches no device program. The writing thread holds at most one snapshot
+waiting besides the one it writes, so host copies do not pile up behind a slow disk: the copier waits, and with it the
+update that would donate the arrays.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from shmstage.errors import ShmstageError, WaitTimeoutError
+from shmstage.wire.messages import TicketEvent
+
+log = logging.getLogger(__name__)
+
+Copy = Callable[[], Mapping[str, object] | None]
+Write = Callable[[], Mapping[str, object]]
+
+
+@dataclass(slots=True)
+class _Ticket:
+    number: int
+    kind: str
+    step: int
+    copy: Copy | None
+    write: Write | None
+    copied: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+@final
+class Snapshots:
+    """Tickets in flight. Submit and wait from the command thread only."""
+
+    def __init__(
+        self,
+        emit: Callable[[TicketEvent], None],
+        *,
+        on_done: Callable[[str, int, str], None] = lambda kind, step, error: None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """``on_done(kind, step, error)`` runs before the ticket's event is emitted, on a snapshot thread."""
+        self._emit = emit
+        self._on_done = on_done
+        self._clock_ns = clock_ns
+        self._number = 0
+        self._holding: list[_Ticket] = []
+        self._open: list[_Ticket] = []
+        self._to_copy: queue.SimpleQueue[_Ticket | None] = queue.SimpleQueue()
+        self._to_write: queue.Queue[_Ticket | None] = queue.Queue(maxsize=1)
+        self._threads = [
+            threading.Thread(target=self._copy_loop, name="shmstage-snapshot-copy", daemon=True),
+            threading.Thread(target=self._write_loop, name="shmstage-snapshot-write", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, kind: str, step: int, copy: Copy, write: Write | None = None, *, holds: bool = False) -> int:
+        """Queue ``copy`` and, after it, ``write``; returns the ticket's number.
+
+        The ticket resolves with what the last of them returns. ``holds``: ``copy`` reads arrays that the next update
+        donates, so that update waits for it.
+        """
+        self._number += 1
+        ticket = _Ticket(self._number, kind, step, copy, write)
+        self._open = [t for t in self._open if not t.done.is_set()]
+        self._open.append(ticket)
+        if holds:
+            self._holding.append(ticket)
+        self._to_copy.put(ticket)
+        return ticket.number
+
+    def wait_copies(self, timeout_s: float) -> float:
+        """Wait until no copy needs the arrays the next update donates; returns the seconds waited."""
+        begin = time.monotonic()
+        for ticket in self._holding:
+            left = begin + timeout_s - time.monotonic()
+            if not ticket.copied.wait(max(0.0, left)):
+                raise WaitTimeoutError(
+                    f"the update waits for the copy of {ticket.kind} {ticket.step}, not over after {timeout_s:g} s"
+                )
+        waited = time.monotonic() - begin if self._holding else 0.0
+        self._holding.clear()
+        return waited
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until every ticket has resolved: nothing written later can surprise a restore."""
+        deadline = time.monotonic() + timeout_s
+        for ticket in self._open:
+            if not ticket.done.wait(max(0.0, deadline - time.monotonic())):
+                raise WaitTimeoutError(f"snapshot {ticket.kind} {ticket.step} was not over after {timeout_s:g} s")
+        self._open.clear()
+        self._holding.clear()
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Finish what was submitted, then end the threads."""
+        self._to_copy.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _copy_loop(self) -> None:
+        while (ticket := self._to_copy.get()) is not None:
+            self._run_copy(ticket)
+            del ticket
+        self._to_write.put(None)
+
+    def _run_copy(self, ticket: _Ticket) -> None:
+        assert ticket.copy is not None
+        try:
+            value = ticket.copy()
+        except Exception as error:
+            self._resolve(ticket, {}, error)
+            return
+        finally:
+            ticket.copy = None  # drops the references to the device arrays
+            ticket.copied.set()
+        if ticket.write is None:
+            self._resolve(ticket, value or {}, None)
+        else:
+            self._to_write.put(ticket)
+
+    def _write_loop(self) -> None:
+        while (ticket := self._to_write.get()) is not None:
+            assert ticket.write is not None
+            try:
+                value, error = ticket.write(), None
+            except Exception as raised:
+                value, error = {}, raised
+            ticket.write = None
+            self._resolve(ticket, value, error)
+            del ticket
+
+    def _resolve(self, ticket: _Ticket, value: Mapping[str, Any], error: Exception | None) -> None:
+        text = "" if error is None else describe(error)
+        stamps = {"done_ns": self._clock_ns()}
+        event = TicketEvent(0, ticket.number, ticket.kind, ticket.step, error is None, dict(value), text, stamps)
+        try:
+            self._on_done(ticket.kind, ticket.step, text)
+            self._emit(event)
+        except Exception:
+            log.exception("ticket %d (%s %d) could not be reported", ticket.number, ticket.kind, ticket.step)
+        finally:
+            ticket.done.set()
+
+
+def describe(error: Exception) -> str:
+    """The error in one line; ours carry their text, foreign ones their class as well."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if isinstance(error, ShmstageError) else f"{type(error).__name__}: {text}"[:2000]

@@ -1,0 +1,71 @@
+"""Waiting for device work off the command path: a thread per kind of work, stamps on the monotonic clock."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+
+from shmstage.errors import WaitTimeoutError
+
+OnReady = Callable[[int, str], None]
+"""Called on the watcher's thread with (ready_ns, error text or "")."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    arrays: Any
+    on_ready: OnReady
+
+
+@final
+class TokenWatcher:
+    """Waits for arrays in the order they were given. Work of one device queue ends in that order.
+
+    Use one watcher for computations and one for uploads: an upload is often ready long before the computation
+    dispatched ahead of it.
+    """
+
+    def __init__(self, name: str, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._waiting: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"shmstage-{name}", daemon=True)
+        self._thread.start()
+
+    def watch(self, arrays: Any, on_ready: OnReady) -> None:
+        """Call ``on_ready`` once every array of the pytree is ready or failed. The references are dropped first."""
+        self._waiting.put(_Watched(arrays, on_ready))
+
+    def drain(self, timeout_s: float) -> None:
+        """Return when everything watched so far has resolved; ``WaitTimeoutError`` past the deadline."""
+        reached = threading.Event()
+        self._waiting.put(_Watched((), lambda ready_ns, error: reached.set()))
+        if not reached.wait(timeout_s):
+            raise WaitTimeoutError(f"device work was not over after {timeout_s:g} s ({self._thread.name})")
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Wait for what is watched, then end the thread."""
+        self._waiting.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            error = failure_of(item.arrays)
+            ready_ns = self._clock_ns()
+            item.arrays = None
+            item.on_ready(ready_ns, error)
+            del item  # else the last one lives until the next arrives
+
+
+def failure_of(arrays: Any) -> str:
+    """Wait until the arrays are ready; "" if they are, else the first line of why not."""
+    try:
+        jax.block_until_ready(arrays)
+    except Exception as error:  # XLA raises its own and plain RuntimeErrors
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no text'}"
+    return ""

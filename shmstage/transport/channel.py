@@ -1,0 +1,82 @@
+"""What the rest of shmstage asks of a transport. Frames may be lost, never reordered, altered or doubled.
+
+``ZmqChannel`` is the real one; ``shmstage.testing.memory_channel`` holds the in-process one. One contract suite
+(``tests/transport/test_channel_contract.py``) runs on both. To change behaviour, wrap a channel.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+
+from shmstage.errors import ForkedError, TransportError
+
+
+class Channel(ABC):
+    """The end that connects. Used by one thread at a time, except for ``wake``."""
+
+    @abstractmethod
+    def send(self, frame: bytes) -> bool:
+        """Hands the frame on without waiting; False while nobody is connected or the queue is full."""
+
+    @abstractmethod
+    def recv(self, timeout_s: float) -> bytes | None:
+        """The next frame, or None after ``timeout_s`` seconds or a ``wake``."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """From any thread: the running or the next ``recv`` that would wait returns soon."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives everything back within a second; harmless twice."""
+
+
+class ServerChannel(ABC):
+    """The end that is bound. Used by one thread at a time, except for ``wake``."""
+
+    @abstractmethod
+    def recv(self, timeout_s: float) -> tuple[bytes, bytes] | None:
+        """The next ``(peer, frame)``, or None after ``timeout_s`` seconds or a ``wake``."""
+
+    @abstractmethod
+    def send(self, peer: bytes, frame: bytes) -> None:
+        """Hands the frame on without waiting.
+
+        Raises ``PeerLostError`` if that peer is not connected, ``TransportError`` if its queue is full.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """From any thread: the running or the next ``recv`` that would wait returns soon."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives everything back within a second; harmless twice."""
+
+
+class Guard:
+    """Refuses an endpoint after ``close`` and in a forked child, which shares its sockets with the parent."""
+
+    __slots__ = ("_closed", "_pid", "_what")
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._pid = os.getpid()
+        self._closed = False
+
+    def check(self) -> None:
+        """Raises ``ForkedError`` or ``TransportError``; cheap enough for every call."""
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                f"{self._what} was opened by process {self._pid} and used in its forked child {os.getpid()}; "
+                "start children with spawn and let them open their own"
+            )
+        if self._closed:
+            raise TransportError(f"{self._what} is closed")
+
+    def close(self) -> bool:
+        """True the first time, in the process that opened the endpoint."""
+        first = not self._closed and os.getpid() == self._pid
+        self._closed = True
+        return first

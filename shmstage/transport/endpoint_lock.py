@@ -1,0 +1,109 @@
+"""One owner per socket path: a lock file held for life, and the rule for a socket file somebody left behind.
+
+ZeroMQ lets a second ``bind`` on the same path succeed and steal the clients, so the lock comes before the bind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import weakref
+from pathlib import Path
+from typing import final
+
+from shmstage.errors import EndpointBusyError, TransportError
+
+_held: weakref.WeakSet[EndpointLock] = weakref.WeakSet()
+
+
+@final
+class EndpointLock:
+    """Exclusive ownership of a socket path from construction to ``release``."""
+
+    def __init__(self, path: Path) -> None:
+        """Takes the lock and clears a stale socket file.
+
+        Raises ``EndpointBusyError`` if a living process owns the path, ``TransportError`` if something stands
+        there that is not a stale socket of this user.
+        """
+        self._socket_path = path
+        self._lock_path = path.with_name(path.name + ".lock")
+        self._fd = self._take()
+        try:
+            _clear_stale(path)
+        except BaseException:
+            self.release()
+            raise
+        _held.add(self)
+
+    def _take(self) -> int:
+        while True:
+            try:
+                fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise TransportError(f"cannot open {self._lock_path}: {error.strerror}") from error
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(fd)
+                raise EndpointBusyError(
+                    f"{self._socket_path} is owned by a living process (it holds {self._lock_path}); "
+                    "stop that run or choose another run id"
+                ) from error
+            # The owner before us removes the file when it leaves: a lock on a removed file protects nothing.
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(self._lock_path).st_ino == os.fstat(fd).st_ino:
+                    return fd
+            os.close(fd)
+
+    def release(self) -> None:
+        """Removes socket and lock file and lets go; harmless twice."""
+        if self._fd < 0:
+            return
+        _held.discard(self)
+        for path in (self._socket_path, self._lock_path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        self._drop()
+
+    def _drop(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _clear_stale(path: Path) -> None:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise TransportError(f"{path} exists and is not a socket; it is left alone; choose another run id")
+    if found.st_uid != os.getuid():
+        raise TransportError(f"{path} belongs to user {found.st_uid}, not {os.getuid()}; it is left alone")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            return
+        except BlockingIOError:
+            pass  # its backlog is full: somebody owns it
+        except OSError as error:
+            raise TransportError(f"cannot tell whether {path} is in use: {error.strerror}") from error
+    raise EndpointBusyError(f"somebody answers on {path} without holding its lock; stop that process first")
+
+
+def _forget_after_fork() -> None:
+    # flock belongs to the open file, which a forked child shares: unless the child closes its copy, the path
+    # stays locked after the owner has died.
+    for lock in list(_held):
+        lock._drop()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,143 @@
+"""Messages to frames and back: one msgpack map per frame, strict both ways.
+
+Never pickle: a frame can make nothing but the messages of ``messages.py`` and plain values inside them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgpack
+
+from shmstage.errors import ProtocolError
+from shmstage.wire.messages import (
+    PROTOCOL_VERSION,
+    Attach,
+    Attached,
+    Detach,
+    EndOfStream,
+    EventAck,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Published,
+    Reply,
+    Request,
+    TicketEvent,
+    TokenEvent,
+    Welcome,
+)
+from shmstage.wire.schema import WireField, schema_of
+
+FRAME_LIMIT_NBYTES = 1 << 20
+"""The largest frame. Payload lives in slots; what is larger than this does not belong on the control channel."""
+
+_TAG_KEY = "t"
+_VERSION_KEY = "v"
+
+_TAGS: dict[type, str] = {
+    Hello: "H",
+    Welcome: "W",
+    Request: "Q",
+    Reply: "R",
+    TokenEvent: "T",
+    TicketEvent: "K",
+    EventAck: "A",
+    Ping: "P",
+    Pong: "O",
+    Attach: "a",
+    Attached: "b",
+    Published: "p",
+    EndOfStream: "e",
+    Detach: "d",
+}
+_SCHEMAS: dict[type, tuple[WireField, ...]] = {kind: schema_of(kind) for kind in _TAGS}
+_BY_TAG: dict[str, type] = {tag: kind for kind, tag in _TAGS.items()}
+
+
+def encode(message: Message, *, limit_nbytes: int = FRAME_LIMIT_NBYTES) -> bytes:
+    """The message's frame. Raises ``ProtocolError`` for a value that would not arrive as it was sent."""
+    kind = type(message)
+    schema = _SCHEMAS.get(kind)
+    if schema is None:
+        raise ProtocolError(f"{kind.__name__} is not a message; see shmstage.wire.messages")
+    wire: dict[str, Any] = {_TAG_KEY: _TAGS[kind]}
+    for row in schema:
+        value = getattr(message, row.attribute)
+        row.check(value, f"{kind.__name__}.{row.attribute}")
+        wire[row.key] = value
+    try:
+        frame = cast(bytes, msgpack.packb(wire, use_bin_type=True, strict_types=True))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"{kind.__name__} cannot be encoded: {error}") from error
+    if len(frame) > limit_nbytes:
+        largest = max(schema, key=lambda row: len(msgpack.packb(wire[row.key], use_bin_type=True)))
+        raise ProtocolError(
+            f"{kind.__name__} takes {len(frame)} bytes, most of them in {largest.attribute!r}; the frame limit is "
+            f"{limit_nbytes}; put arrays into a slot and large state into a file"
+        )
+    return frame
+
+
+def decode(frame: bytes, *, limit_nbytes: int = FRAME_LIMIT_NBYTES) -> Message:
+    """The message of a frame from anybody. Raises ``ProtocolError``, and nothing else, for a hostile one."""
+    # Before anything is parsed: a few bytes can claim gigabytes, and msgpack's own limits follow the frame size.
+    if len(frame) > limit_nbytes:
+        raise ProtocolError(f"a frame of {len(frame)} bytes arrived; the limit is {limit_nbytes}")
+    try:
+        wire = msgpack.unpackb(
+            frame,
+            raw=False,
+            strict_map_key=False,  # _unique_map refuses every key that is not a str
+            object_pairs_hook=_unique_map,
+            ext_hook=_refuse_extension,
+        )
+    except ProtocolError:
+        raise
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        reason = str(error) or type(error).__name__
+        raise ProtocolError(f"a frame of {len(frame)} bytes is not msgpack: {reason:.120}") from error
+    if type(wire) is not dict:
+        raise ProtocolError(f"a frame holds a {type(wire).__name__}; want a map")
+    tag = wire.pop(_TAG_KEY, None)
+    kind = _BY_TAG.get(tag) if type(tag) is str else None
+    if kind is None:
+        raise ProtocolError(f"a frame names message kind {tag!r:.40}; known kinds are {', '.join(sorted(_BY_TAG))}")
+    return _build(kind, wire)
+
+
+def _build(kind: type, wire: dict[str, Any]) -> Message:
+    schema = _SCHEMAS[kind]
+    if schema[0].key == _VERSION_KEY and wire.get(_VERSION_KEY) != PROTOCOL_VERSION:
+        # Before the fields: another version may have other ones.
+        raise ProtocolError(
+            f"{kind.__name__} speaks wire version {wire.get(_VERSION_KEY)!r:.40}, this side {PROTOCOL_VERSION}; "
+            "run the same shmstage release on both sides"
+        )
+    values = []
+    for row in schema:
+        if row.key not in wire:
+            raise ProtocolError(f"{kind.__name__} lacks {row.attribute!r}")
+        value = wire[row.key]
+        row.check(value, f"{kind.__name__}.{row.attribute}")
+        values.append(value)
+    if len(wire) != len(schema):
+        unknown = sorted(set(wire) - {row.key for row in schema})
+        raise ProtocolError(f"{kind.__name__} has unknown fields {', '.join(map(repr, unknown))[:120]}")
+    return cast(Message, kind(*values))
+
+
+def _unique_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if type(key) is not str:
+            raise ProtocolError(f"a map has the key {key!r:.40}; keys are str")
+        if key in result:
+            raise ProtocolError(f"a map has the key {key!r:.40} twice")
+        result[key] = value
+    return result
+
+
+def _refuse_extension(code: int, data: bytes) -> Any:
+    raise ProtocolError(f"a frame holds msgpack extension {code} of {len(data)} bytes; extensions are refused")

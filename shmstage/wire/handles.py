@@ -1,0 +1,57 @@
+"""A slot's handle as it stands inside a message: a list of ten plain values."""
+
+from __future__ import annotations
+
+from shmstage.errors import ProtocolError
+from shmstage.memory.handle import Handle
+from shmstage.wire.schema import U32, U64, Check, flag
+
+DIGEST_NBYTES = 16
+
+
+def _digest(value: object, where: str) -> None:
+    if type(value) is not bytes or len(value) != DIGEST_NBYTES:
+        raise ProtocolError(f"{where} is {value!r:.80}; want {DIGEST_NBYTES} bytes")
+
+
+# The order on the wire; a list, because ten names would cost more than the values.
+_FIELDS: tuple[tuple[str, Check], ...] = (
+    ("slot", U32),
+    ("generation", U64),
+    ("layout_id", U32),
+    ("digest", _digest),
+    ("rows", U32),
+    ("step", U64),
+    ("index", U32),
+    ("is_final", flag),
+    ("loss_tokens", U64),
+    ("segments", U32),
+)
+
+
+def check_handle(value: object, where: str) -> None:
+    """The check for a message field that holds a handle in its wire form."""
+    if type(value) is not list or len(value) != len(_FIELDS):
+        raise ProtocolError(f"{where} is {value!r:.80}; want a list of {len(_FIELDS)} values")
+    for item, (name, check) in zip(value, _FIELDS, strict=True):
+        check(item, f"{where}.{name}")
+
+
+def handle_to_wire(handle: Handle) -> list[int | bytes | bool]:
+    """``[slot, generation, layout_id, digest, rows, step, index, is_final, loss_tokens, segments]``.
+
+    Raises ``ProtocolError`` naming the field that is out of range.
+    """
+    values: list[int | bytes | bool] = [getattr(handle, name) for name, _ in _FIELDS]
+    check_handle(values, "handle")
+    return values
+
+
+def handle_from_wire(value: object) -> Handle:
+    """The handle; raises ``ProtocolError`` for anything but ten values of the right types and ranges.
+
+    Whether the slot exists and still holds that generation is for the pool's reader to say.
+    """
+    check_handle(value, "handle")
+    assert isinstance(value, list)
+    return Handle(*value)

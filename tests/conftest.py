@@ -1,0 +1,71 @@
+"""What every test owes: nothing of it survives in /dev/shm, in the runtime directory, as a thread or as a process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+SHM = Path("/dev/shm")
+#: threads of libraries that live as long as the process; none of them is ours
+FOREIGN_THREADS = ("pytest_timeout", "ThreadPoolExecutor", "asyncio", "grpc", "metadata_store", "execnet", "base_pytree")
+
+
+def shared_memory_objects() -> set[str]:
+    return {p.name for p in SHM.iterdir() if p.name.startswith("shmstage.")}
+
+
+def own_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if not t.name.startswith(FOREIGN_THREADS) and t.is_alive()}
+
+
+def child_pids() -> set[int]:
+    return {p.pid for p in psutil.Process().children(recursive=True)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves a pool, a lock file, a socket, a thread or a process behind."""
+    runtime = tmp_path / "rt"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    token = f"{os.getpid()}"
+    before_shm, before_threads, before_children = shared_memory_objects(), own_threads(), child_pids()
+    yield
+    left = [f"/dev/shm/{name}" for name in shared_memory_objects() - before_shm if _is_ours(name, token)]
+    left += [f"socket {p}" for p in runtime.rglob("*") if p.is_socket()]
+    left += [f"thread {t.name}" for t in own_threads() - before_threads if not _ends(t)]
+    left += [f"process {pid}" for pid in child_pids() - before_children if not _is_helper(pid)]
+    assert not left, f"left behind: {', '.join(left)}"
+
+
+def _ends(thread: threading.Thread) -> bool:
+    # a thread that was told to stop may still be on its way out
+    thread.join(2.0)
+    return not thread.is_alive()
+
+
+def _is_helper(pid: int) -> bool:
+    try:
+        return "resource_tracker" in " ".join(psutil.Process(pid).cmdline())
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _is_ours(name: str, token: str) -> bool:
+    # under pytest-xdist other workers make pools at the same time: what a living process holds open is not a leak
+    path = str(SHM / name)
+    me = psutil.Process()
+    for process in psutil.process_iter(["pid"]):
+        if process.pid == me.pid:
+            continue
+        try:
+            if any(path in m.path for m in process.memory_maps()) or any(f.path == path for f in process.open_files()):
+                return False
+        except (psutil.Error, OSError):
+            continue
+    return (SHM / name).exists()

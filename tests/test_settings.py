@@ -1,0 +1,118 @@
+"""A setting has one name and one value; where it came from is known; what contradicts is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shmstage.errors import SettingsError
+from shmstage.settings import BOUNDARIES, Settings, resolve
+
+
+def toml(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_are_the_designs() -> None:
+    settings = resolve({}, {}).settings
+    shape = (settings.rows, settings.tokens, settings.microbatches_per_step, settings.step_cap)
+    assert shape == (4, 256, 3, 12)
+    assert (settings.slots, settings.aux_slots, settings.device_buffers, settings.checkpoint_every) == (3, 1, 2, 0)
+    assert (settings.boundary, settings.steps, settings.passes) == ("serial", None, None)
+
+
+def test_passes_alone_means_no_step_cap_and_both_keep_the_cap() -> None:
+    assert resolve({"passes": "2"}, {}).settings.step_cap is None
+    assert resolve({"passes": "2", "steps": "3"}, {}).settings.step_cap == 3
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = toml(tmp_path, "rows = 1\ntokens = 10\nslots = 5\n")
+    got = resolve({"rows": "3"}, {"SHMSTAGE_ROWS": "2", "SHMSTAGE_TOKENS": "20"}, file)
+    assert (got.settings.rows, got.settings.tokens, got.settings.slots) == (3, 20, 5)
+    assert [got.origins[k] for k in ("rows", "tokens", "slots", "steps")] == [
+        "--rows",
+        "$SHMSTAGE_TOKENS",
+        f"file {file}",
+        "default",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        ({}, "serial"),
+        ({"pipeline_step_boundary": True}, "pipelined"),
+        ({"pipeline_step_boundary": True, "stage_next_microbatch": True}, "staged_before_update"),
+        (
+            {"pipeline_step_boundary": True, "stage_next_microbatch": True, "stage_before_update": False},
+            "staged_after_update",
+        ),
+        ({"stage_before_update": True}, "serial"),
+    ],
+)
+def test_the_three_switches_are_another_spelling_of_boundary(flags: dict[str, bool], mode: str) -> None:
+    assert resolve(flags, {}).settings.boundary == mode
+
+
+def test_the_bare_variables_of_the_reference_work() -> None:
+    environment = {"PIPELINE_STEP_BOUNDARY": "true", "STAGE_NEXT_MICROBATCH": "1", "STAGE_BEFORE_UPDATE": "false"}
+    assert resolve({}, environment).settings.boundary == "staged_after_update"
+
+
+def test_staging_without_pipelining_is_refused() -> None:
+    with pytest.raises(SettingsError, match="needs pipeline_step_boundary; add --pipeline-step-boundary"):
+        resolve({"stage_next_microbatch": True}, {})
+
+
+def test_a_flag_of_one_spelling_beats_the_file_in_the_other(tmp_path: Path) -> None:
+    file = toml(tmp_path, 'boundary = "pipelined"\n')
+    assert resolve({"pipeline_step_boundary": False}, {}, file).settings.boundary == "serial"
+    assert resolve({"boundary": "serial"}, {"PIPELINE_STEP_BOUNDARY": "1"}).settings.boundary == "serial"
+
+
+def test_contradicting_spellings_of_one_level_are_refused() -> None:
+    with pytest.raises(SettingsError, match="boundary = serial .* contradicts"):
+        resolve({"boundary": "serial", "pipeline_step_boundary": True}, {})
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="unknown setting row = 4 .* did you mean rows"):
+        resolve({}, {}, toml(tmp_path, "row = 4\n"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("slots", "1"), ("rows", "0"), ("rows", "many"), ("tokens", "1"), ("steps", "0"), ("boundary", "fast"),
+     ("device_buffers", "1"), ("verify", "maybe"), ("passes", "-1")],
+)  # fmt: skip
+def test_a_bad_value_is_named_with_value_and_limit(key: str, value: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        resolve({key: value}, {})
+    assert f"{key} = {value!r} (--{key.replace('_', '-')}): must be" in str(caught.value) or "valid" in str(caught.value)
+
+
+def test_engine_and_source_tables_carry_their_factory_and_settings(tmp_path: Path) -> None:
+    file = toml(tmp_path, 'source = "a:b"\n[engine]\nfactory = "m:f"\nlr = 0.1\n')
+    settings = resolve({}, {}, file).settings
+    assert (settings.engine, settings.engine_settings, settings.source) == ("m:f", {"lr": 0.1}, "a:b")
+    assert resolve({"engine": "x:y"}, {}, file).settings.engine == "x:y"
+
+
+def test_broken_and_missing_files_are_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="not valid TOML"):
+        resolve({}, {}, toml(tmp_path, "rows = = 1"))
+    with pytest.raises(SettingsError, match="No such file"):
+        resolve({}, {}, tmp_path / "none.toml")
+
+
+def test_settings_survive_the_way_to_a_child_process() -> None:
+    settings = resolve({"steps": "7", "out": "x"}, {}).settings
+    assert Settings.model_validate_json(settings.model_dump_json()) == settings
+
+
+def test_every_boundary_mode_can_be_named() -> None:
+    assert [resolve({"boundary": mode}, {}).settings.boundary for mode in BOUNDARIES] == list(BOUNDARIES)
