@@ -50,8 +50,8 @@ def resolve_args(args: argparse.Namespace) -> Resolved:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="shmstage run",
-        description="Train on this host: orchestrator and trainer joined by shared memory. Without --bundle or --source "
-        "it trains the demo bundle.",
+        description="Train on this host: orchestrator and trainer joined by shared memory. Without --bundle or "
+        "--source it trains the demo bundle.",
     )
     add_settings(parser)
     parser.add_argument("--print-config", action="store_true", help="print every setting and where it came from")

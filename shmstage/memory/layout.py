@@ -162,9 +162,11 @@ class Layout:
         # np.ndarray(buffer=mapping) would keep no export on the mapping, so closing it would pull the memory
         # from under the array; frombuffer does keep one, and arrays over that array keep it in turn.
         whole = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
-        if base < 0 or self._ends[late] > whole.nbytes - base:
+        # The first byte may lie before the buffer if only late fields are looked at: then they alone are mapped.
+        begin, end = (self.late_offset if late else 0), self._ends[late]
+        if base + begin < 0 or end > whole.nbytes - base:
             raise LayoutError(
-                f"{self._ends[late]} bytes at offset {base} lie outside a mapping of {whole.nbytes} bytes"
+                f"bytes {begin} to {end} at offset {base} lie outside a mapping of {whole.nbytes} bytes"
             )
         return {
             name: np.ndarray(shape, dtype, whole, base + offset)

@@ -17,15 +17,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m shmstage.orchestrator")
     parser.add_argument("--settings", required=True, help="the settings as JSON")
     parser.add_argument("--epoch", type=int, default=1)
-    parser.add_argument("--attempt", type=int, default=1)
     parser.add_argument("--lifeline", action="store_true", help="stop at the end of standard input")
     args = parser.parse_args()
     settings = Settings.model_validate_json(args.settings)
     lifeline = Lifeline(watch_stdin=args.lifeline)
     try:
-        summary = train(
-            settings, epoch=args.epoch, attempt=args.attempt, stop_requested=lifeline.stop_requested
-        )
+        summary = train(settings, epoch=args.epoch, stop_requested=lifeline.stop_requested)
         write_summary(settings, summary)
         return 0
     except ShmstageError as error:

@@ -1,11 +1,8 @@
-"""What is known of each step: collected as it happens, written as one step line, summed up at the end."""
+"""What is known of each step: collected as it happens, written as one step line when it is complete."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any, final
 
 from shmstage.orchestrator.feeder import PackedMicrobatch
@@ -51,15 +48,6 @@ class Ledger:
         self._steps: dict[int, _Step] = {}
         self._intervals: list[tuple[int, int, int]] = []
         self._previous: tuple[int, _Step] | None = None
-        self._idle: list[float] = []
-        self._durations: list[float] = []
-        self._times: Counter[tuple[int, str]] = Counter()
-        self._denominators: list[float] = []
-        self._digests: list[list[str]] = []
-        self._payload_digests: list[list[str]] = []
-        self._losses: list[float] = []
-        self._staged_boundaries = 0
-        self._steps_done = 0
 
     # --- as it happens ------------------------------------------------------------------------------------
 
@@ -122,30 +110,8 @@ class Ledger:
         self._calibrate(step)
         idle = self._boundary_idle(step)
         line = self._line(number, step, idle, attempt)
-        self._remember(line, step, idle)
         self._previous = (number, step)
         return line
-
-    def summary(self) -> dict[str, Any]:
-        """The figures of the whole run, as ``summary.json`` holds them."""
-        times = self._times.values()
-        return {
-            "steps": self._steps_done,
-            "mode": self._mode,
-            "staged_boundaries": self._staged_boundaries,
-            "boundary_idle_s": _median_max(self._idle),
-            "step_s": _median_max(self._durations),
-            "denominators": self._denominators,
-            "losses": self._losses,
-            "digests": self._digests,
-            "payload_digests": self._payload_digests,
-            "trajectories": {
-                "distinct": len({identity for _, identity in self._times}),
-                "trained": self._times.total(),
-                "min_times": min(times, default=0),
-                "max_times": max(times, default=0),
-            },
-        }
 
     def _line(self, number: int, step: _Step, idle: float | None, attempt: int) -> dict[str, Any]:
         metrics = step.metrics or {}
@@ -195,18 +161,6 @@ class Ledger:
             },
         }
 
-    def _remember(self, line: dict[str, Any], step: _Step, idle: float | None) -> None:
-        self._steps_done += 1
-        if idle is not None:
-            self._idle.append(idle)
-            self._staged_boundaries += step.micros[0].staged
-        self._durations.append(line["step_s"])
-        self._denominators.append(line["denominator"])
-        self._losses.append(line["loss"])
-        self._digests.append(line["digests"])
-        self._payload_digests.append(line["payload_digests"])
-        self._times.update(zip(line["trajectory_passes"], line["trajectory_ids"], strict=True))
-
     def _step(self, number: int) -> _Step:
         return self._steps.setdefault(number, _Step())
 
@@ -245,9 +199,3 @@ class Ledger:
             first_ready=first.ready_ns,
         )
         return boundary_idle_s(instants, calibrated_microbatch_s(self._intervals))
-
-
-def _median_max(values: Sequence[float]) -> dict[str, float | None]:
-    if not values:
-        return {"median": None, "max": None}
-    return {"median": round(median(values), 6), "max": round(max(values), 6)}

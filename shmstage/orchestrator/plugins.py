@@ -14,7 +14,7 @@ from shmstage.settings import Settings
 
 
 def load_source(settings: Settings) -> Source:
-    """The source that the settings name: ``bundle`` or ``source``. Raises ``PluginError`` or what the factory raises."""
+    """The source that the settings name. Raises ``PluginError``, or what the factory raises of ours."""
     if settings.bundle is not None:
         return BundleSource(settings.bundle)
     factory = _factory(settings.source, "source")

@@ -4,8 +4,8 @@
 weights k are the state after update k, and checkpoint 0 is the state before the first.
 
 The four modes differ in three places only: whether the next step may be packed before this step's bookkeeping
-(``pack_limit``), whether the last call of a step defers its update (``_last_call_defers``), and which duties follow that
-call (``_duties_after``).
+(``pack_limit``), whether the last call of a step defers its update (``_last_call_defers``), and which duties follow
+that call (``_close_step``).
 """
 
 from __future__ import annotations

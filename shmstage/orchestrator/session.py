@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from shmstage.errors import ShmstageError, TrajectoryError
-from shmstage.events import JsonLines, write_json
+from shmstage.events import JsonLines, read_json_lines, write_json
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.layout import Layout
 from shmstage.memory.pool import Pool
@@ -19,6 +21,7 @@ from shmstage.orchestrator.ledger import Ledger
 from shmstage.orchestrator.plugins import load_source
 from shmstage.orchestrator.program import Program
 from shmstage.orchestrator.schedule import Config
+from shmstage.orchestrator.summary import summarise
 from shmstage.orchestrator.trainer_client import TrainerClient
 from shmstage.packing.fields import microbatch_layout, optional_fields
 from shmstage.packing.plan import PlanSettings
@@ -27,17 +30,31 @@ from shmstage.settings import Settings
 from shmstage.transport.client import Client
 from shmstage.transport.endpoints import endpoint_for
 from shmstage.transport.zmq import ZmqChannel
-from shmstage.wire.messages import PROTOCOL_VERSION, Hello, Welcome
+from shmstage.wire.messages import PROTOCOL_VERSION, Hello
+
+#: how long a trainer may take to answer that it drops everything
+ABANDON_S = 10.0
+
+
+@dataclass
+class _Interrupt:
+    """Ends a wait for the trainer when a stop is asked for; disarmed while the program stops in its own good order."""
+
+    requested: Callable[[], bool]
+    armed: bool = True
+
+    def __call__(self) -> bool:
+        return self.armed and self.requested()
 
 
 @dataclass
 class _Trainer:
     client: TrainerClient
-    welcome: Welcome
     watch: PeerWatch
+    interrupt: _Interrupt
 
 
-def train(settings: Settings, *, epoch: int, attempt: int, stop_requested: Callable[[], bool]) -> dict[str, Any]:
+def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool]) -> dict[str, Any]:
     """Run the orchestrator to its end; returns what ``summary.json`` holds, less what only the launcher can know.
 
     Raises what ended the run; pool, sockets and lock file are gone either way.
@@ -53,8 +70,8 @@ def train(settings: Settings, *, epoch: int, attempt: int, stop_requested: Calla
             identity=identity,
         )  # fmt: skip
         stack.callback(pool.close)
-        trainer = _connect(settings, pool, identity, stack)
-        return _train(settings, source, layout, pool, trainer, attempt=attempt, stop_requested=stop_requested)
+        trainer = _connect(settings, pool, identity, stack, stop_requested)
+        return _train(settings, source, layout, pool, trainer, stop_requested=stop_requested)
 
 
 def layout_of(source: Source, settings: Settings) -> Layout:
@@ -68,9 +85,12 @@ def layout_of(source: Source, settings: Settings) -> Layout:
     )
 
 
-def _connect(settings: Settings, pool: Pool, identity: ProcessIdentity, stack: ExitStack) -> _Trainer:
+def _connect(
+    settings: Settings, pool: Pool, identity: ProcessIdentity, stack: ExitStack, stop_requested: Callable[[], bool]
+) -> _Trainer:
     channel = ZmqChannel.connect(endpoint_for(settings.run, "trainer"))
-    client = Client(channel)
+    interrupt = _Interrupt(stop_requested)
+    client = Client(channel, stop=interrupt)
     stack.callback(client.close)
     hello = Hello(
         version=PROTOCOL_VERSION, run_id=settings.run, epoch=pool.epoch, pool=pool.name,
@@ -81,7 +101,7 @@ def _connect(settings: Settings, pool: Pool, identity: ProcessIdentity, stack: E
     watch = PeerWatch(welcome.lock_path, welcome.pid, welcome.start_ticks)
     stack.callback(watch.close)
     client.peer = watch
-    return _Trainer(TrainerClient(client, timeout_s=settings.call_timeout_s), welcome, watch)
+    return _Trainer(TrainerClient(client, timeout_s=settings.call_timeout_s), watch, interrupt)
 
 
 def _train(
@@ -91,42 +111,36 @@ def _train(
     pool: Pool,
     trainer: _Trainer,
     *,
-    attempt: int,
     stop_requested: Callable[[], bool],
 ) -> dict[str, Any]:
     client = trainer.client
-    restored, _ = client.restore_checkpoint()
-    first_step = (restored or 0) + 1
-    initial_digest = client.info(param_digest=True)["param_digest"]
-    compile_s = client.compile(layout.layout_id)
-    ledger = Ledger(
-        mode=settings.boundary, tokens_per_microbatch=settings.rows * settings.tokens, rows=settings.rows,
-        slot_nbytes=layout.payload_nbytes,
-    )  # fmt: skip
-    steps = JsonLines(settings.out_dir / "steps.jsonl")
-    program = Program(
-        schedule_config(settings, first_step), client, ledger, write_step=steps.write, stop_requested=stop_requested,
-        call_timeout_s=settings.call_timeout_s, stage_wait_s=settings.stage_wait_s, attempt=attempt,
-    )  # fmt: skip
-    intake = Intake(source, plan_settings(settings), passes=settings.passes)
-    feeder = Feeder(
-        intake, pool, layout, microbatches_per_step=settings.microbatches_per_step, first_step=first_step,
-        last_step=settings.step_cap, slot_timeout_s=settings.slot_timeout_s, peers=[trainer.watch],
-        deliver=program.deliver,
-    )  # fmt: skip
     try:
+        restored, _ = client.restore_checkpoint()
+        first_step = (restored or 0) + 1
+        initial_digest = client.info(param_digest=True)["param_digest"]
+        compile_s = client.compile(layout.layout_id)
+        attempt = _roll_back(settings.out_dir / "steps.jsonl", to_step=restored or 0)
+        program = _program(settings, layout, trainer, first_step, attempt, stop_requested)
+        intake = Intake(source, plan_settings(settings), passes=settings.passes)
+        feeder = Feeder(
+            intake, pool, layout, microbatches_per_step=settings.microbatches_per_step, first_step=first_step,
+            last_step=settings.step_cap, slot_timeout_s=settings.slot_timeout_s, peers=[trainer.watch],
+            deliver=program.deliver,
+        )  # fmt: skip
         if restored is None:
             program.save_first_checkpoint()
-        program.run(feeder)
+        trainer.interrupt.armed = False
+        try:
+            program.run(feeder)
+        finally:
+            feeder.close()
+        final_digest = client.shutdown(discard=False)
     except BaseException:
+        trainer.interrupt.armed = False
         _abandon(client)
         raise
-    finally:
-        feeder.close()
-        steps.close()
-    final_digest = client.shutdown(discard=False)
     return {
-        **ledger.summary(),
+        **summarise(read_json_lines(settings.out_dir / "steps.jsonl")),
         "run": settings.run,
         "first_step": first_step,
         "initial_param_digest": initial_digest,
@@ -139,10 +153,38 @@ def _train(
     }
 
 
+def _program(
+    settings: Settings,
+    layout: Layout,
+    trainer: _Trainer,
+    first_step: int,
+    attempt: int,
+    stop_requested: Callable[[], bool],
+) -> Program:
+    ledger = Ledger(
+        mode=settings.boundary, tokens_per_microbatch=settings.rows * settings.tokens, rows=settings.rows,
+        slot_nbytes=layout.payload_nbytes,
+    )  # fmt: skip
+    return Program(
+        schedule_config(settings, first_step), trainer.client, ledger,
+        write_step=JsonLines(settings.out_dir / "steps.jsonl").write, stop_requested=stop_requested,
+        call_timeout_s=settings.call_timeout_s, stage_wait_s=settings.stage_wait_s, attempt=attempt,
+    )  # fmt: skip
+
+
+def _roll_back(path: Path, *, to_step: int) -> int:
+    """Drop the lines of steps that no checkpoint covers: they are trained again. Returns this attempt's number."""
+    lines = read_json_lines(path)
+    kept = [line for line in lines if line["step"] <= to_step]
+    if lines:
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    return 1 + max((line["attempt"] for line in lines), default=0)
+
+
 def _abandon(client: TrainerClient) -> None:
     """Tell a living trainer to drop deferral, stage and gradients; the error that got us here matters more."""
     try:
-        client.shutdown(discard=True)
+        client.shutdown(discard=True, timeout_s=ABANDON_S)
     except ShmstageError as error:
         print(f"the trainer could not be told to stop: {error}", flush=True)
 

@@ -83,9 +83,11 @@ class TrainerClient:
     def get_step_timing(self, step: int) -> dict[str, Any]:
         return self._call("get_step_timing", step=step)
 
-    def shutdown(self, *, discard: bool) -> str:
-        """End the trainer; returns the digest of its final parameters."""
-        return str(self._call("shutdown", discard=discard)["param_digest"])
+    def shutdown(self, *, discard: bool, timeout_s: float | None = None) -> str:
+        """End the trainer; returns the digest of its final parameters, empty with ``discard``."""
+        deadline_s = self._timeout_s if timeout_s is None else timeout_s
+        result = self._client.call("shutdown", {"discard": discard}, timeout_s=deadline_s)
+        return str(result.get("param_digest", ""))
 
 
 def _forward(result: dict[str, Any]) -> ForwardResult:

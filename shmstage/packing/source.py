@@ -9,6 +9,8 @@ from typing import Protocol, final
 from shmstage.packing.bundle import Bundle, read_bundle
 from shmstage.packing.trajectory import Group
 
+__all__ = ["BundleSource", "Group", "Source"]
+
 
 class Source(Protocol):
     """Groups in arrival order. `replayable`: `groups(cursor)` gives the same groups again, in any process."""

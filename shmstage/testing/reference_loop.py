@@ -1,4 +1,4 @@
-"""The oracle of every boundary mode: the serial loop, short and obvious. Its source is frozen by sha256 in the tests."""
+"""The oracle of every boundary mode: the serial loop, short and obvious; its source is frozen by sha256."""
 
 from __future__ import annotations
 

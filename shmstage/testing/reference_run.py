@@ -1,4 +1,4 @@
-"""``python -m shmstage.testing.reference_run``: the reference loop on the same input, without shared memory or messages.
+"""``python -m shmstage.testing.reference_run``: the reference loop on the same input, without memory or messages.
 
 Packs with the numpy packer and places private copies, so that it shares no hot-path code with what it judges.
 """

@@ -35,7 +35,7 @@ class EndpointLock:
         try:
             _clear_stale(path)
         except BaseException:
-            self.release()
+            self._release(self._lock_path)  # what stands at the path itself is not ours
             raise
         _held.add(self)
 
@@ -61,10 +61,13 @@ class EndpointLock:
 
     def release(self) -> None:
         """Removes socket and lock file and lets go; harmless twice."""
+        self._release(self._socket_path, self._lock_path)
+
+    def _release(self, *paths: Path) -> None:
         if self._fd < 0:
             return
         _held.discard(self)
-        for path in (self._socket_path, self._lock_path):
+        for path in paths:
             with contextlib.suppress(OSError):
                 path.unlink()
         self._drop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 from typing import final
 
 import zmq
@@ -36,17 +37,25 @@ def _milliseconds(timeout_s: float) -> int:
 class _Waker:
     """A descriptor that any thread can make readable."""
 
-    __slots__ = ("fd",)
+    __slots__ = ("_lock", "fd")
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
 
     def set(self) -> None:
-        os.eventfd_write(self.fd, 1)
+        with self._lock:  # else a late wake could write into whatever took the number over
+            if self.fd >= 0:
+                os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        with self._lock:
+            os.close(self.fd)
+            self.fd = -1
 
 
 @final
@@ -93,7 +102,7 @@ class _Socket:
     def close(self) -> None:
         self.raw.close()
         self._context.term()
-        os.close(self._waker.fd)
+        self._waker.close()
 
 
 @final

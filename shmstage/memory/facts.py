@@ -1,0 +1,57 @@
+"""What the header page of a pool file says, read without trusting it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import Any
+
+from shmstage import _native
+from shmstage.errors import PoolError
+from shmstage.memory.layout import PAGE_NBYTES
+from shmstage.memory.mapping import Geometry
+from shmstage.memory.names import SHM_DIR, is_ours
+
+
+def read_facts(descriptor: int) -> dict[str, Any] | None:
+    """The header of a pool file without mapping it, or ``None`` if the file is too short to have one."""
+    page = bytearray(os.pread(descriptor, _native.POOL_HEADER_NBYTES, 0))
+    if len(page) < _native.POOL_HEADER_NBYTES:
+        return None
+    return _native.Headers(page, 0, 0, 0).describe()
+
+
+def checked_facts(name: str, descriptor: int, run_id: str, epoch: int) -> dict[str, Any]:
+    """What the header says, once it is proven consistent with the size the kernel reports."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+        raise PoolError(f"{name} is not a regular file of this user")
+    facts = read_facts(descriptor)
+    if facts is None or not facts["magic"]:
+        raise PoolError(f"{name} is not a pool, or not yet one")
+    if facts["abi_version"] != _native.ABI_VERSION:
+        raise PoolError(f"{name} has layout version {facts['abi_version']}; this is {_native.ABI_VERSION}")
+    if not facts["ready"]:
+        raise PoolError(f"{name} is half made: its owner has not finished, or died while making it")
+    if facts["run_id"] != run_id.encode():
+        raise PoolError(f"{name} belongs to run {facts['run_id'].decode(errors='replace')!r}, not {run_id!r}")
+    if facts["epoch"] != epoch:
+        raise PoolError(f"{name} is of epoch {facts['epoch']}, not {epoch}")
+    facts["nbytes"] = status.st_size
+    facts["lock_path"] = facts["lock_path"].decode(errors="replace")
+    lock_dir, lock_name = os.path.split(facts["lock_path"])
+    slots, stride, consumers = facts["slot_count"], facts["slot_stride"], facts["consumer_count"]
+    shift = facts["payload_shift"]
+    expected = Geometry(slots, stride - (PAGE_NBYTES if shift else 0), shift)
+    if (
+        not 0 < consumers <= _native.MAX_CONSUMERS
+        or not 0 < slots <= status.st_size // _native.SLOT_HEADER_NBYTES
+        or shift not in (0, 4)
+        or expected.slot_nbytes < PAGE_NBYTES
+        or expected.payload_offset != facts["payload_offset"]
+        or expected.pool_nbytes != status.st_size
+        or lock_dir != SHM_DIR
+        or not is_ours(lock_name)
+    ):
+        raise PoolError(f"the header of {name} contradicts its size of {status.st_size} bytes")
+    return facts

@@ -1,0 +1,55 @@
+"""The figures of a whole run, from its step lines alone: a resumed run sums up what came before it, too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+
+def summarise(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What ``summary.json`` says of steps, times, digests and trajectories. Pure.
+
+    ``boundary_idle_s`` and ``staged_boundaries`` count the boundaries between two steps of one attempt. A trajectory is
+    counted per pass over the input: ``min_times`` and ``max_times`` are 1 when each was trained exactly once in it.
+    """
+    idle: list[float] = []
+    durations: list[float] = []
+    times: Counter[tuple[int, str]] = Counter()
+    columns: dict[str, list[Any]] = {"denominators": [], "losses": [], "digests": [], "payload_digests": []}
+    staged = steps = 0
+    mode = None
+    for line in lines:
+        steps += 1
+        mode = line["mode"]
+        if line["boundary_idle_s"] is not None:
+            idle.append(line["boundary_idle_s"])
+            staged += line["staged"]
+        durations.append(line["step_s"])
+        times.update(zip(line["trajectory_passes"], line["trajectory_ids"], strict=True))
+        for column, key in (("denominators", "denominator"), ("losses", "loss")):
+            columns[column].append(line[key])
+        columns["digests"].append(line["digests"])
+        columns["payload_digests"].append(line["payload_digests"])
+    return {
+        "steps": steps,
+        "mode": mode,
+        "staged_boundaries": staged,
+        "boundary_idle_s": median_max(idle),
+        "step_s": median_max(durations),
+        **columns,
+        "trajectories": {
+            "distinct": len({identity for _, identity in times}),
+            "trained": times.total(),
+            "min_times": min(times.values(), default=0),
+            "max_times": max(times.values(), default=0),
+        },
+    }
+
+
+def median_max(values: Sequence[float]) -> dict[str, float | None]:
+    """Median and maximum, rounded to microseconds; ``None`` without values."""
+    if not values:
+        return {"median": None, "max": None}
+    return {"median": round(median(values), 6), "max": round(max(values), 6)}

@@ -1,0 +1,244 @@
+"""What only the ZeroMQ channels have: a path, an owner, a size limit, a socket file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from shmstage.errors import EndpointBusyError, TransportError
+from shmstage.transport.endpoint_lock import EndpointLock
+from shmstage.transport.endpoints import PATH_LIMIT_NBYTES, endpoint_for, runtime_dir, socket_path
+from shmstage.transport.zmq import ZmqChannel, ZmqServerChannel
+from shmstage.wire.codec import FRAME_LIMIT_NBYTES
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def endpoint() -> str:
+    return endpoint_for("run", "trainer")
+
+
+@pytest.fixture
+def server(endpoint: str) -> Iterator[ZmqServerChannel]:
+    server = ZmqServerChannel.bind(endpoint)
+    yield server
+    server.close()
+
+
+# --- paths ---------------------------------------------------------------------------------------------------
+
+
+def test_both_ends_compute_the_same_short_path() -> None:
+    path = socket_path(endpoint_for("run" * 100, "trainer" * 100))
+    assert path == socket_path(endpoint_for("run" * 100, "trainer" * 100))
+    assert len(os.fsencode(path)) <= PATH_LIMIT_NBYTES
+    assert endpoint_for("a", "bc") != endpoint_for("ab", "c")
+    assert endpoint_for("a", "b") != endpoint_for("a", "c")
+
+
+def test_long_temporary_directory_still_gives_a_path_that_binds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("d" * 120)
+    long.mkdir()
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setenv("TMPDIR", str(long))
+    endpoint = endpoint_for(f"long {os.getpid()}", "trainer")
+    assert len(os.fsencode(socket_path(endpoint))) <= PATH_LIMIT_NBYTES
+    ZmqServerChannel.bind(endpoint).close()
+
+
+def test_longest_base_directory_that_is_used_still_fits_with_its_lock_file() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        for nbytes in range(40, PATH_LIMIT_NBYTES):
+            directory = Path(base) / ("x" * (nbytes - len(base)))
+            directory.mkdir()
+            path = runtime_dir({"TMPDIR": str(directory)})
+            assert len(os.fsencode(path / "12345678-0123456789abcdef.lock")) <= PATH_LIMIT_NBYTES
+
+
+def test_runtime_directory_is_private_to_the_user(short_runtime_directory: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(short_runtime_directory)}
+    path = runtime_dir(environ)
+    assert path.parent == short_runtime_directory
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    path.chmod(0o755)
+    assert stat.S_IMODE(runtime_dir(environ).stat().st_mode) == 0o700
+
+
+def test_runtime_directory_that_is_a_link_is_refused(short_runtime_directory: Path, tmp_path: Path) -> None:
+    (short_runtime_directory / f"shmstage-{os.getuid()}").symlink_to(tmp_path)
+    with pytest.raises(TransportError, match="not a directory of user"):
+        runtime_dir({"XDG_RUNTIME_DIR": str(short_runtime_directory)})
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5555", "ipc://relative", "/tmp/x", f"ipc:///{'x' * 107}"])
+def test_endpoint_that_is_open_to_others_or_too_long_is_refused(endpoint: str) -> None:
+    with pytest.raises(TransportError, match="refused|107"):
+        ZmqServerChannel.bind(endpoint)
+    with pytest.raises(TransportError, match="refused|107"):
+        ZmqChannel.connect(endpoint)
+
+
+# --- one owner -----------------------------------------------------------------------------------------------
+
+
+def test_second_bind_is_refused_and_the_first_keeps_its_clients(server: ZmqServerChannel, endpoint: str) -> None:
+    with pytest.raises(EndpointBusyError, match="owned by a living process"):
+        ZmqServerChannel.bind(endpoint)
+    channel = ZmqChannel.connect(endpoint)
+    while not channel.send(b"frame"):
+        channel.recv(0.001)
+    received = server.recv(WAIT_S)
+    assert received is not None and received[1] == b"frame"
+    channel.close()
+
+
+def test_second_bind_of_another_process_is_refused(server: ZmqServerChannel, endpoint: str) -> None:
+    code = f"from shmstage.transport.zmq import ZmqServerChannel; ZmqServerChannel.bind({endpoint!r})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "EndpointBusyError" in found.stderr
+
+
+def test_close_leaves_neither_socket_nor_lock_file(endpoint: str) -> None:
+    ZmqServerChannel.bind(endpoint).close()
+    assert list(socket_path(endpoint).parent.iterdir()) == []
+
+
+def test_path_is_free_again_after_its_owner_was_killed(endpoint: str) -> None:
+    code = (
+        "import os, signal; from shmstage.transport.zmq import ZmqServerChannel; "
+        f"ZmqServerChannel.bind({endpoint!r}); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert socket_path(endpoint).is_socket()
+    ZmqServerChannel.bind(endpoint).close()
+    assert not socket_path(endpoint).exists()
+
+
+def test_socket_that_somebody_answers_on_is_left_alone(endpoint: str) -> None:
+    path = socket_path(endpoint)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(EndpointBusyError, match="somebody answers"):
+            ZmqServerChannel.bind(endpoint)
+        assert path.is_socket()
+    path.unlink()
+
+
+def test_file_that_is_no_socket_is_left_alone(endpoint: str) -> None:
+    path = socket_path(endpoint)
+    path.write_text("precious")
+    with pytest.raises(TransportError, match="is not a socket"):
+        ZmqServerChannel.bind(endpoint)
+    assert path.read_text() == "precious"
+    path.unlink()
+
+
+def test_socket_of_another_user_is_left_alone(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = socket_path(endpoint)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(TransportError, match="not 12345"):
+        ZmqServerChannel.bind(endpoint)
+    assert path.is_socket()
+    path.unlink()
+
+
+def test_forked_child_does_not_keep_the_path_locked(endpoint: str) -> None:
+    lock = EndpointLock(socket_path(endpoint))
+    ready_read, ready_write = os.pipe()
+    done_read, done_write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(done_write)
+        os.write(ready_write, b"1")
+        os.read(done_read, 1)  # lives longer than the owner's hold
+        os._exit(0)
+    os.read(ready_read, 1)
+    os.close(lock._fd)  # as the kernel does when the owner is killed
+    lock._fd = -1
+    again = EndpointLock(socket_path(endpoint))
+    again.release()
+    for fd in (done_write, done_read, ready_read, ready_write):
+        os.close(fd)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# --- sockets -------------------------------------------------------------------------------------------------
+
+
+def test_every_socket_has_its_limits_set(server: ZmqServerChannel, endpoint: str) -> None:
+    channel = ZmqChannel.connect(endpoint)
+    for end in (server, channel):
+        raw = end._socket.raw
+        assert raw.getsockopt(zmq.LINGER) == 500
+        assert raw.getsockopt(zmq.SNDHWM) == raw.getsockopt(zmq.RCVHWM) == 1000
+        assert raw.getsockopt(zmq.MAXMSGSIZE) == FRAME_LIMIT_NBYTES
+    channel.close()
+
+
+def test_close_with_frames_nobody_takes_ends_by_its_deadline(server: ZmqServerChannel, endpoint: str) -> None:
+    channel = ZmqChannel.connect(endpoint)
+    while not channel.send(b"x" * 100_000):
+        channel.recv(0.001)
+    while channel.send(b"x" * 100_000):
+        pass  # fills every buffer on the way
+    begun = time.monotonic()
+    channel.close()
+    assert time.monotonic() - begun < 5.0  # the linger is half a second; without it this never ends
+
+
+def test_frame_over_the_limit_never_arrives(server: ZmqServerChannel, endpoint: str) -> None:
+    channel = ZmqChannel.connect(endpoint)
+    while not channel.send(b"x" * (FRAME_LIMIT_NBYTES + 1)):
+        channel.recv(0.001)
+    assert server.recv(0.1) is None
+    channel.close()
+
+
+def test_message_of_several_parts_arrives_as_an_empty_frame(server: ZmqServerChannel, endpoint: str) -> None:
+    channel = ZmqChannel.connect(endpoint)
+    while not channel.send(b"first"):
+        channel.recv(0.001)
+    channel._socket.raw.send_multipart([b"a", b"b"])
+    assert [server.recv(WAIT_S)[1] for _ in range(2)] == [b"first", b""]  # type: ignore[index]
+    channel.close()
+
+
+def test_channel_opened_before_the_server_connects_once_it_is_up(endpoint: str) -> None:
+    channel = ZmqChannel.connect(endpoint)
+    assert not channel.send(b"too early")
+    server = ZmqServerChannel.bind(endpoint)
+    while not channel.send(b"in time"):
+        channel.recv(0.001)
+    received = server.recv(WAIT_S)
+    assert received is not None and received[1] == b"in time"
+    channel.close()
+    server.close()
+
+
+def test_channel_keeps_its_name_over_a_server_restart(endpoint: str) -> None:
+    channel = ZmqChannel.connect(endpoint)
+    names = []
+    for _ in range(2):
+        server = ZmqServerChannel.bind(endpoint)
+        received = None
+        while received is None:
+            channel.send(b"frame")
+            received = server.recv(0.01)
+        names.append(received[0])
+        server.close()
+    assert names[0] == names[1]
+    channel.close()
