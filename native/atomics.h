@@ -41,6 +41,19 @@ inline bool exchange_if_equal(Word& word, Word expected, Word value) {
     return __atomic_compare_exchange_n(&word, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
+// The thread sanitizer does not model fences and warns of each; they only matter to readers that look at a slot
+// which was taken from them, and those check the generation again.
+#pragma GCC diagnostic push
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wtsan"
+#endif
+/// Nothing after it becomes visible before anything that precedes it, and the other way round.
+inline void fence_ordered() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+/// Reads before it are over before reads after it begin.
+inline void fence_acquire() { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
+#pragma GCC diagnostic pop
+
 static_assert(__atomic_always_lock_free(sizeof(std::uint64_t), nullptr), "slots need lock-free 64-bit words");
 
 }  // namespace shmstage

@@ -49,7 +49,7 @@ std::int32_t try_claim(const Slots& pool, std::uint32_t first, std::uint32_t las
         if (!exchange_if_equal(header.generation, generation, generation + 1)) continue;
         for (std::uint32_t& version : header.late_versions) store_relaxed(version, std::uint32_t{0});
         // A reader that sees any byte of what is written from here on must also see the odd generation.
-        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        fence_ordered();
         return static_cast<std::int32_t>(slot);
     }
     return -1;
@@ -132,7 +132,7 @@ LeaseState lease_state(const Slots& pool, std::uint32_t slot, std::uint64_t gene
     const SlotHeader& header = pool.slots[slot];
     if (load_acquire(pool.pool->epoch) != epoch) return LeaseState::kOtherEpoch;
     // Orders the caller's payload reads before this load when it checks *after* reading.
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    fence_acquire();
     const std::uint64_t current = load_acquire(header.generation);
     if ((generation & 1) != 0 || generation == 0 || generation > current) return LeaseState::kNotPublished;
     if (generation != current) return LeaseState::kMovedOn;

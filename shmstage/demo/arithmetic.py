@@ -1,7 +1,7 @@
 """The demo's task: chains of additions and subtractions, worked out one step at a time, and its verifier.
 
-Prompt ``47+8-6=``, solution ``47+8=55,55-6=49;``. Text is bytes; ``;`` ends a completion, and a completion that
-ran into its length limit has none.
+Prompt ``17a+8b-6=``, solution ``a+8=25,b-6=19;``: each step names its term and gives the running total. Text is bytes;
+``;`` ends a completion, and a completion that ran into its length limit has none.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 END = ";"
 STEP_SEPARATOR = ","
+# A term's letter is what a small model finds it again by.
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,12 @@ class TaskConfig:
     min_terms: int = 2
     max_terms: int = 16
     max_term: int = 9
-    max_total: int = 99
+    max_total: int = 25
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``prompt`` ends in ``=``; ``steps`` are the lines of the solution, ``a+b=c``, without separators."""
+    """``prompt`` ends in ``=``; ``steps`` are those of the solution, ``a+8=25``, without separators."""
 
     prompt: str
     steps: tuple[str, ...]
@@ -43,18 +45,16 @@ def make_problem(rng: np.random.Generator, config: TaskConfig) -> Problem:
     terms = config.min_terms + int(spread * rng.random() ** 2)
     total = int(rng.integers(1, config.max_total + 1))
     prompt, steps = str(total), []
-    for _ in range(terms - 1):
+    for letter in LETTERS[: terms - 1]:
         term = int(rng.integers(1, config.max_term + 1))
-        # Drawn in any case: how many numbers a problem takes from rng must not depend on the totals.
         sign = "-" if rng.random() < 0.5 else "+"
         if total - term < 0:
             sign = "+"
         elif total + term > config.max_total:
             sign = "-"
-        result = total + term if sign == "+" else total - term
-        prompt += f"{sign}{term}"
-        steps.append(f"{total}{sign}{term}={result}")
-        total = result
+        total = total + term if sign == "+" else total - term
+        prompt += f"{letter}{sign}{term}"
+        steps.append(f"{letter}{sign}{term}={total}")
     return Problem(prompt + "=", tuple(steps))
 
 

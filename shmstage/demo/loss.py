@@ -5,6 +5,7 @@ Every mean taken here would weigh a token by how full its micro-batch happens to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,9 +31,9 @@ class LossConfig:
     def __post_init__(self) -> None:
         if not 0.0 < self.clip_low < 1.0:
             raise SettingsError(f"clip_low = {self.clip_low}: must lie between 0 and 1")
-        if self.clip_high <= 0.0:
+        if not 0.0 < self.clip_high < math.inf:
             raise SettingsError(f"clip_high = {self.clip_high}: must be greater than 0")
-        if self.kl_coefficient < 0.0:
+        if not 0.0 <= self.kl_coefficient < math.inf:
             raise SettingsError(f"kl_coefficient = {self.kl_coefficient}: must not be negative")
 
 

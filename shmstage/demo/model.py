@@ -1,7 +1,8 @@
 """A decoder-only language model over packed rows, in plain JAX.
 
-Rotary positions restart with each segment and attention never leaves a segment, so a trajectory's outputs do not
-depend on what it is packed with. Tokens are bytes by default: any byte-tokenised text can be trained.
+Rotary positions restart with each segment, and neither attention nor the look at the token before leaves a segment,
+so a trajectory's outputs do not depend on what it is packed with. Tokens are bytes by default: any byte-tokenised text
+can be trained.
 """
 
 from __future__ import annotations
@@ -49,18 +50,22 @@ def init(key: jax.Array, config: ModelConfig) -> Params:
     keys = iter(jax.random.split(key, 1 + 4 * config.layers))
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> jax.Array:
-        return jax.random.normal(next(keys), (rows, columns), jnp.float32) * (scale * rows**-0.5)
+        drawn: jax.Array = jax.random.normal(next(keys), (rows, columns), jnp.float32) * (scale * rows**-0.5)
+        return drawn
 
     d, ff = config.d_model, config.d_ff
     # Residual branches start smaller the deeper the model, so that activations keep their size (GPT-2).
     branch = (2 * config.layers) ** -0.5
     params: Params = {
-        "embedding": jax.random.normal(next(keys), (config.vocabulary, d), jnp.float32) * 0.02,
+        "embedding": matrix(d, config.vocabulary).T,
         "final_norm": jnp.ones((d,), jnp.float32),
     }
     for layer in range(config.layers):
         params[f"layer_{layer}"] = {
             "attention_norm": jnp.ones((d,), jnp.float32),
+            # How much of the token before is added to what attention sees. Copying from earlier text then takes
+            # one layer instead of two, which a warm-up of a minute needs.
+            "predecessor": jnp.full((d,), 0.5, jnp.float32),
             # [d_model, query | key | value, heads, head width]: the shape alone says how many heads there are.
             "qkv": matrix(d, 3 * d).reshape(d, 3, config.heads, d // config.heads),
             "attention_out": matrix(d, d, branch),
@@ -99,14 +104,17 @@ def logits(
     yields finite numbers without meaning. A token outside the vocabulary makes its row NaN instead of
     passing for another one.
     """
-    mask = _attention_mask(segment_ids)
+    mask, follows = _attention_mask(segment_ids), has_prediction(segment_ids)[..., None]
     sin, cos = _rotary_angles(segment_positions, params["layer_0"]["qkv"].shape[3])
     x = _embed(params["embedding"], completion_ids)
     for layer in range(sum(name.startswith("layer_") for name in params)):
         block = params[f"layer_{layer}"]
-        x = x + _attention(block, _rms_norm(x, block["attention_norm"]), mask, sin, cos)
+        seen = _rms_norm(x, block["attention_norm"])
+        before = jnp.where(follows, jnp.roll(seen, 1, axis=1), 0.0)
+        x = x + _attention(block, seen + before * block["predecessor"], mask, sin, cos)
         x = x + _mlp(block, _rms_norm(x, block["mlp_norm"]))
-    return _rms_norm(x, params["final_norm"]) @ params["embedding"].T
+    scores: jax.Array = _rms_norm(x, params["final_norm"]) @ params["embedding"].T
+    return scores
 
 
 def token_logps(
@@ -141,7 +149,9 @@ def _embed(embedding: jax.Array, ids: jax.Array) -> jax.Array:
     vocabulary = embedding.shape[0]
     # take() wraps negative ids around; sent past the end they are filled with NaN like the rest.
     inside = jnp.where(ids < 0, vocabulary, ids)
-    return jnp.take(embedding, inside, axis=0, mode="fill", fill_value=jnp.nan)
+    # Rows of the embedding have length 1, as output projection; as input each value should be about 1.
+    taken: jax.Array = jnp.take(embedding, inside, axis=0, mode="fill", fill_value=jnp.nan)
+    return taken * float(embedding.shape[1] ** 0.5)
 
 
 def _attention_mask(segment_ids: jax.Array) -> jax.Array:
@@ -171,11 +181,13 @@ def _attention(block: Params, x: jax.Array, mask: jax.Array, sin: jax.Array, cos
     scores = jnp.einsum("rqhc,rkhc->rhqk", query, key) * query.shape[-1] ** -0.5
     weights = jax.nn.softmax(jnp.where(mask, scores, MASKED_SCORE), axis=-1)
     mixed = jnp.einsum("rhqk,rkhc->rqhc", weights, value)
-    return mixed.reshape(x.shape) @ block["attention_out"]
+    out: jax.Array = mixed.reshape(x.shape) @ block["attention_out"]
+    return out
 
 
 def _mlp(block: Params, x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x @ block["mlp_in"]) @ block["mlp_out"]
+    out: jax.Array = jax.nn.gelu(x @ block["mlp_in"]) @ block["mlp_out"]
+    return out
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:

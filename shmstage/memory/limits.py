@@ -40,7 +40,10 @@ def read_limits(
 
 def check_fits(nbytes: int, what: str, remedy: str, limits: list[Limit] | None = None) -> Limit:
     """Returns the limit that binds; if exceeded, ``BudgetError`` names it, both numbers and ``remedy``."""
-    binding = min(read_limits() if limits is None else limits, key=lambda limit: limit.available_nbytes)
+    known = read_limits() if limits is None else limits
+    if not known:
+        raise LimitUnreadableError(f"no memory limit is known, so it cannot be said whether {what} fit")
+    binding = min(known, key=lambda limit: limit.available_nbytes)
     if nbytes > binding.available_nbytes:
         left = format_nbytes(binding.available_nbytes)
         raise BudgetError(f"{what} need {format_nbytes(nbytes)}; {binding.name} leaves {left}; {remedy}")
@@ -62,7 +65,7 @@ def _mount_limit(shm_dir: str) -> Limit:
         stat = os.statvfs(shm_dir)
     except OSError as error:
         raise LimitUnreadableError(f"cannot read the size of {shm_dir}: {error.strerror}") from None
-    name = f"the mount {shm_dir} (docker: --shm-size; kubernetes: a memory emptyDir)"
+    name = f"the mount {shm_dir} (docker: --shm-size, kubernetes: a memory emptyDir)"
     return Limit(name, stat.f_bavail * stat.f_frsize)
 
 

@@ -67,29 +67,28 @@ def _fill_file(
         raise _out_of_space(error.errno, nbytes) from None
     _reserve(descriptor, 0, geometry.payload_offset)
     mapping = Mapping(descriptor, nbytes, writable=True)
+    headers = _native.Headers(mapping.mmap, geometry.slot_count, consumers, epoch)
     try:
-        headers = _native.Headers(mapping.mmap, geometry.slot_count, consumers, epoch)
+        # The owner first: if we are killed from here on, a sweep knows whose death to look for.
         try:
             headers.write_owner(run_id, identity.lock_path, identity.pid, identity.start_ticks)
-            if _wants_advice():
-                _native.advise_huge_pages(mapping.mmap)
-                _prefault(mapping.mmap, nbytes)
-            _reserve(descriptor, 0, nbytes)
-            _prefault(mapping.mmap, nbytes)
-            headers.write_geometry(
-                pool_nbytes=nbytes,
-                payload_offset=geometry.payload_offset,
-                slot_stride=geometry.slot_stride,
-                aux_slot_count=aux_slots,
-                payload_shift=geometry.payload_shift,
-            )
-            headers.mark_ready()
         except ValueError as error:
             raise InputError(f"run id {run_id[:40]!r} does not fit a pool header: {error}") from None
-        except BaseException:
-            headers.release()
-            raise
+        if _wants_advice():
+            _native.advise_huge_pages(mapping.mmap)
+            _prefault(mapping, nbytes)
+        _reserve(descriptor, 0, nbytes)
+        _prefault(mapping, nbytes)
+        headers.write_geometry(
+            pool_nbytes=nbytes,
+            payload_offset=geometry.payload_offset,
+            slot_stride=geometry.slot_stride,
+            aux_slot_count=aux_slots,
+            payload_shift=geometry.payload_shift,
+        )
+        headers.mark_ready()
     except BaseException:
+        headers.release()
         mapping.close()
         raise
     return mapping, headers
@@ -123,9 +122,9 @@ def _reserve(descriptor: int, begin: int, nbytes: int) -> None:
         raise _out_of_space(error.errno, nbytes) from None
 
 
-def _prefault(mapping: mmap.mmap, nbytes: int) -> None:
+def _prefault(mapping: Mapping, nbytes: int) -> None:
     """Enters every page into this process's tables: the first micro-batch is then as fast as the others."""
-    code = _native.populate(mapping, True)
+    code = _native.populate(mapping.mmap, True)
     if code in _OUT_OF_SPACE:
         raise _out_of_space(code, nbytes)
     # Any other answer is an old kernel; the bytes are reserved, only the first touch is slower.

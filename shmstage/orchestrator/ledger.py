@@ -146,7 +146,7 @@ class Ledger:
             "exposed_s": exposed,
             "snapshot_wait_s": step.snapshot_wait_s,
             "staged": first.staged,
-            "not_staged_because": None if first.staged else step.not_staged_because or "first step of the run",
+            "not_staged_because": None if first.staged else step.not_staged_because,
             "digests": [p.handle.digest.hex() for p in packed],
             "payload_digests": [m.payload_digest for m in step.micros],
             "trajectory_ids": [a.trajectory.trajectory_id for a in arrivals],

@@ -117,7 +117,8 @@ class Program:
             result = self._trainer.fwd_bwd_staged(packed.handle.request_id, defer_update=command.defer_update)
         else:
             result = self._trainer.fwd_bwd(packed.handle, defer_update=command.defer_update)
-            self._ledger.not_staged(command.step, self._why_not_staged(command))
+            if command.index == 0:
+                self._ledger.not_staged(command.step, self._why_not_staged(command))
         if result.updated != (command.is_final and not command.defer_update):
             raise RunFailedError(
                 f"{packed.handle.describe()}: the trainer {'ran' if result.updated else 'did not run'} the update, "
@@ -129,7 +130,7 @@ class Program:
 
     def _why_not_staged(self, command: Command) -> str:
         state, config = self._schedule.state, self._schedule.config
-        if command.index > 0 or command.step == config.first_step:
+        if command.step == config.first_step:
             return "first step of the run"
         if not config.stages:
             return f"boundary = {config.mode}"

@@ -18,7 +18,7 @@ from shmstage.memory.sweep import sweep
 from shmstage.orchestrator.feeder import Feeder
 from shmstage.orchestrator.intake import Intake
 from shmstage.orchestrator.ledger import Ledger
-from shmstage.orchestrator.plugins import load_source
+from shmstage.orchestrator.input import load_source
 from shmstage.orchestrator.program import Program
 from shmstage.orchestrator.schedule import Config
 from shmstage.orchestrator.summary import summarise

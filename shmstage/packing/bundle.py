@@ -66,7 +66,7 @@ def write_bundle(
     if not trajectories:
         raise BundleError(f"{path}: 0 trajectories; a bundle holds at least 1")
     check_same_fields(trajectories)
-    _check_identities(trajectories)
+    _check_identities(path, trajectories)
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def read_bundle(path: Path | str) -> Bundle:
         _check_sha256(file, data, shard["sha256"])
         entries = manifest["trajectories"][len(trajectories) : len(trajectories) + shard["trajectories"]]
         trajectories.extend(decode_shard(data, entries, manifest["optional"], manifest["experts"], file))
-    _check_identities(trajectories)
+    _check_identities(path, trajectories)
     recomputed = manifests.describe(trajectories, manifest["shards"], manifest["provenance"])
     for key, value in recomputed.items():
         if manifest[key] != value:
@@ -138,19 +138,19 @@ def _difference(key: str, written: Any, found: Any) -> str:
     return f"{key} is {str(found)[:500]}, the manifest says {str(written)[:500]}"
 
 
-def _check_identities(trajectories: Sequence[Trajectory]) -> None:
+def _check_identities(path: Path, trajectories: Sequence[Trajectory]) -> None:
     """Ids occur once and a group lies in one batch; both are what training counts by."""
     seen: set[str] = set()
     batch_of: dict[str, int] = {}
     for trajectory in trajectories:
         name, group = trajectory.trajectory_id, trajectory.group_id
         if name in seen:
-            raise BundleError(f"trajectory_id {name!r} occurs twice; give each trajectory its own")
+            raise BundleError(f"{path}: trajectory_id {name!r} occurs twice; give each trajectory its own")
         seen.add(name)
         batch = batch_of.setdefault(group, trajectory.batch_index)
         if batch != trajectory.batch_index:
             raise BundleError(
-                f"group {group!r} lies in batch {batch} and, with trajectory {name!r}, in batch "
+                f"{path}: group {group!r} lies in batch {batch} and, with trajectory {name!r}, in batch "
                 f"{trajectory.batch_index}; a group belongs to one batch"
             )
 

@@ -200,7 +200,7 @@ class _Bin:
         row.append(PlannedSegment(arrival, start, length))
         self.real_left -= length
         next_start = -(-(start + length) // align) * align
-        full = len(row) == settings.max_segments_per_row or next_start >= settings.tokens
+        full = len(row) == settings.max_segments_per_row
         self.room.set(index, 0 if full else settings.tokens - next_start)
 
     def planned(self) -> PlannedMicrobatch:

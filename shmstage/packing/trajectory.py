@@ -70,6 +70,8 @@ class Trajectory:
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= MAX_INTEGER:
                 self._refuse(name, f"an integer from 0 to {MAX_INTEGER}", repr(value))
+        if self.experts and self.routing is None:
+            self._refuse("experts", "0 without routing", str(self.experts))
         hasher = xxhash.xxh3_128()
         for row in TOKEN_FIELDS:
             value = getattr(self, row.source)

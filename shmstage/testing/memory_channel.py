@@ -41,7 +41,7 @@ class MemoryServerChannel(ServerChannel):
 
     def recv(self, timeout_s: float) -> tuple[bytes, bytes] | None:
         self._guard.check()
-        if not self._inbox and not self._woken and self._idle is not None:
+        if timeout_s > 0 and not self._inbox and not self._woken and self._idle is not None:
             self._idle(timeout_s)
         with self._changed:
             if not self._inbox and timeout_s > 0:
@@ -111,7 +111,7 @@ class MemoryChannel(Channel):
 
     def recv(self, timeout_s: float) -> bytes | None:
         self._guard.check()
-        if not self._inbox and not self._woken and self._idle is not None:
+        if timeout_s > 0 and not self._inbox and not self._woken and self._idle is not None:
             self._idle(timeout_s)
         with self._changed:
             if not self._inbox and timeout_s > 0:

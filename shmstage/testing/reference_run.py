@@ -17,7 +17,7 @@ from shmstage.errors import ShmstageError
 from shmstage.events import write_failure
 from shmstage.memory.lifeline import Lifeline
 from shmstage.orchestrator.intake import Intake
-from shmstage.orchestrator.plugins import load_source
+from shmstage.orchestrator.input import load_source
 from shmstage.orchestrator.session import layout_of, plan_settings, write_summary
 from shmstage.settings import Settings
 from shmstage.testing.engines_placing import place_private_copies
@@ -31,11 +31,12 @@ def steps_of(settings: Settings, payload_digests: list[list[str]]) -> Iterator[t
     """(number, micro-batches) as the settings bound them; notes the payload digest of each micro-batch."""
     source = load_source(settings)
     layout = layout_of(source, settings)
-    number, microbatches = 1, []
+    number = 1
+    microbatches: list[Mapping[str, Any]] = []
     payload_digests.append([])
     for planned in Intake(source, plan_settings(settings), passes=settings.passes):
         trajectories = {key: arrival.trajectory for key, arrival in planned.arrivals.items()}
-        arrays = pack_with_numpy(planned.plan, trajectories)
+        arrays = pack_with_numpy(planned.plan, trajectories, settings.tokens)
         payload_digests[-1].append(payload_digest({field.name: arrays[field.name] for field in layout.fields}))
         microbatches.append(arrays)
         if len(microbatches) == settings.microbatches_per_step:

@@ -19,13 +19,14 @@ import numpy as np
 
 from shmstage.errors import LayoutError
 from shmstage.memory.layout import numpy_dtype
+from shmstage.trainer.jax_seam import is_cpu
 
 ALIGNMENT = 64
 
 
 def aliases_host_memory(shardings: Mapping[str, jax.sharding.Sharding]) -> bool:
     """True if arrays with these shardings may be host memory itself, so that a slot must not be handed to JAX."""
-    return any(device.platform == "cpu" for s in shardings.values() for device in s.device_set)
+    return any(is_cpu(sharding) for sharding in shardings.values())
 
 
 def exported(buffer: np.ndarray[Any, Any], on_dropped: Callable[[], None]) -> np.ndarray[Any, Any]:
@@ -36,7 +37,7 @@ def exported(buffer: np.ndarray[Any, Any], on_dropped: Callable[[], None]) -> np
     is deleted *and* the programs reading it are over, and does so lazily: see ``nudge``. ``on_dropped`` may run on
     any thread, in the middle of anything.
     """
-    base: np.ndarray[Any, Any] = np.frombuffer(memoryview(buffer), np.uint8)
+    base: np.ndarray[Any, Any] = np.frombuffer(buffer.data, np.uint8)
     weakref.finalize(base, on_dropped).atexit = False
     return base
 

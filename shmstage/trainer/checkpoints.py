@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from shmstage.errors import CheckpointError, MissingExtraError
 
@@ -18,9 +18,22 @@ STATE = "state"
 PARTIAL = ".partial-"
 
 
+class CheckpointStore(Protocol):
+    """Where checkpoints are kept. ``save`` is called on the snapshot thread, the rest on the command thread."""
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, ascending."""
+
+    def save(self, step: int, tree: Any, metadata: Mapping[str, object]) -> str:
+        """Keep a pytree of numpy arrays and plain metadata, durably on return; says where."""
+
+    def load(self, step: int, template: Any) -> tuple[Any, dict[str, Any]]:
+        """The pytree, of ``template``'s structure, shapes and dtypes, and the metadata with ``"step"`` added."""
+
+
 @final
-class CheckpointStore:
-    """The checkpoints under one directory. ``save`` is for the snapshot thread, the rest for the command thread."""
+class OrbaxStore:
+    """The checkpoints under one directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.absolute()
@@ -32,7 +45,7 @@ class CheckpointStore:
         found = [entry for entry in self.directory.iterdir() if entry.name.isdecimal()]
         return sorted(int(entry.name) for entry in found if (entry / METADATA).is_file())
 
-    def save(self, step: int, tree: Any, metadata: Mapping[str, object]) -> Path:
+    def save(self, step: int, tree: Any, metadata: Mapping[str, object]) -> str:
         """Write a pytree of numpy arrays and plain metadata; returns when both are under their final name.
 
         An older checkpoint of the same step is replaced. Raises ``CheckpointError``.
@@ -52,7 +65,7 @@ class CheckpointStore:
             partial.rename(final_path)
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"checkpoint {step} in {self.directory} was not written: {error}") from error
-        return final_path
+        return str(final_path)
 
     def load(self, step: int, template: Any) -> tuple[Any, dict[str, Any]]:
         """The pytree of numpy arrays, of ``template``'s structure, shapes and dtypes, and the metadata.

@@ -1,255 +1,97 @@
-"""Device buffers: how many micro-batches may be on the devices, and when one's memory is free again.
-
-Two releases, and they are different things. The *slot* is released when the copy out of it is proven over; the
-*device buffer* is retired when its micro-batch is settled (the engine will not run it again), its last token has
-resolved and, where arrays alias host memory, JAX has dropped them. ``aliasing.py`` says why.
-"""
+"""``shmstage.DoubleBuffer``: micro-batches from a ``Consumer`` as dicts of ``jax.Array``, uploaded one ahead."""
 
 from __future__ import annotations
 
-import queue
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Protocol, final
 
 import jax
-import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from shmstage.errors import CancelledError, TrainerError, WaitTimeoutError
-from shmstage.memory.aligned import aligned_buffer
-from shmstage.memory.handle import Handle
-from shmstage.memory.layout import Layout
-from shmstage.trainer import aliasing
-from shmstage.trainer.host_copy import copy_bytes
-
-Shardings = Mapping[str, jax.sharding.Sharding]
-
-POLL_S = 0.05
-DROP_POLL_S = 0.001
+from shmstage.errors import WaitTimeoutError
+from shmstage.trainer.device_buffers import DeviceBuffers, Readable, StagedBatch
+from shmstage.trainer.tokens import TokenWatcher
 
 
-class Readable(Protocol):
-    """What an upload needs of a lease."""
+class Receiver(Protocol):
+    """What it needs of a ``shmstage.Consumer``."""
 
-    @property
-    def handle(self) -> Handle: ...
-    @property
-    def views(self) -> Mapping[str, np.ndarray[Any, Any]]: ...
-    def check(self) -> None: ...
-    def end(self) -> None: ...
-
-
-class Watch(Protocol):
-    """``TokenWatcher.watch``: call back with (ready_ns, error) when the arrays are ready."""
-
-    def __call__(self, arrays: Any, on_ready: Callable[[int, str], None]) -> None: ...
-
-
-@dataclass(slots=True)
-class StagedBatch:
-    """A micro-batch whose upload has been issued. ``take`` gives its arrays away once."""
-
-    name: str
-    buffer: int
-    arrays: dict[str, jax.Array]
-
-    def take(self) -> dict[str, jax.Array]:
-        """The arrays; no reference stays here, since one kept anywhere keeps the buffer from being retired."""
-        arrays, self.arrays = self.arrays, {}
-        return arrays
-
-
-@dataclass(slots=True)
-class _Buffer:
-    """One place. ``use`` numbers its uploads, so that news of an old one is told apart."""
-
-    use: int = 0
-    holder: str = ""
-    settled: bool = True
-    resolved: bool = True
-    dropped: bool = True
-    memory: np.ndarray[Any, Any] = field(default_factory=lambda: np.empty(0, np.uint8))
-
-    @property
-    def retired(self) -> bool:
-        return self.settled and self.resolved and self.dropped
-
-    def why_held(self) -> str:
-        if not self.settled:
-            return f"{self.holder} is not trained or not settled"
-        if not self.resolved:
-            return f"{self.holder} is still being computed"
-        return f"the arrays of {self.holder} are still referenced"
+    def receive(self, timeout_s: float) -> Readable | None:
+        """The next lease; ``None`` at the end of the stream; ``WaitTimeoutError`` if none came in time."""
 
 
 @final
-class DeviceBuffers:
-    """``count`` places, used by one thread; other threads only report, through a queue.
+class DoubleBuffer:
+    """Iterate it: ``for batch in DoubleBuffer(consumer): token = step(batch)``.
 
-    On the CPU backend each place is a private aligned host buffer, kept for good and grown when a larger layout comes.
+    Each ``batch`` is a dict of field name → ``jax.Array``. The slot it came from is released as soon as its copy is
+    proven over, not when you are done with the arrays. While you compute on one micro-batch, the next is uploaded if it
+    has been published already. ``sharding`` places every field (or names one per field); default: the first device.
+
+    On the CPU backend the arrays are private host buffers, ``device_buffers`` of them, used again when you have dropped
+    the arrays and the programs reading them are over: holding on to more batches than that raises ``WaitTimeoutError``
+    after ``timeout_s``.
     """
 
     def __init__(
         self,
-        count: int,
-        watch: Watch,
+        consumer: Receiver,
+        sharding: jax.sharding.Sharding | Mapping[str, jax.sharding.Sharding] | None = None,
+        device_buffers: int = 2,
         *,
         timeout_s: float = 600.0,
-        cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``watch`` waits for uploads; ``cancelled`` is polled while waiting for a place (``CancelledError``)."""
-        self._buffers = [_Buffer() for _ in range(count)]
-        self._watch = watch
+        self._consumer = consumer
+        self._sharding = sharding if sharding is not None else SingleDeviceSharding(jax.local_devices()[0])
         self._timeout_s = timeout_s
-        self._cancelled = cancelled
-        self._news: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
-        self._placements: dict[int, Layout] = {}
+        self._watcher = TokenWatcher("double-buffer")
+        self._buffers = DeviceBuffers(device_buffers, self._watcher.watch, timeout_s=timeout_s)
+        self._ahead: StagedBatch | None = None
+        self._over = False
 
-    def upload(
-        self,
-        lease: Readable,
-        shardings: Shardings,
-        on_ready: Callable[[int, str], None] = lambda ready_ns, error: None,
-        *,
-        keep_lease: bool = False,
-    ) -> StagedBatch:
-        """Issue the upload of a leased slot and end the lease when its copy is proven over.
+    def __iter__(self) -> DoubleBuffer:
+        return self
 
-        Waits for a retired place first. ``on_ready(ready_ns, error)`` runs on the watcher's thread when the staged
-        arrays are ready. ``keep_lease``: the caller ends it. Raises ``StaleHandleError`` if the slot moved on while it
-        was read, ``WaitTimeoutError`` naming who holds the places; nothing is staged then.
-        """
-        number, buffer = self._retired_buffer()
-        lease.check()
-        buffer.use += 1
-        if aliasing.aliases_host_memory(shardings):
-            arrays, report = self._through_host_buffer(number, buffer, lease, shardings, keep_lease), on_ready
-        else:
-            arrays, report = self._from_slot(lease, shardings, keep_lease, on_ready)
-            buffer.dropped = True
-        buffer.holder, buffer.settled, buffer.resolved = lease.handle.request_id, False, False
-        self._watch(list(arrays.values()), report)
-        return StagedBatch(buffer.holder, number, arrays)
-
-    # --- what lets a place go -------------------------------------------------------------------------------
-
-    def settled(self, buffer: int) -> None:
-        """The engine will not run this place's micro-batch again."""
-        self._buffers[buffer].settled = True
-
-    def resolver(self, buffer: int) -> Callable[[], None]:
-        """What to call, from any thread, once the last token of the place's micro-batch has resolved."""
-        use = self._buffers[buffer].use
-        return lambda: self._news.put(("resolved", buffer, use))
-
-    def discard(self, batch: StagedBatch) -> None:
-        """Give up a batch that no program was given."""
-        batch.take()
-        self._buffers[batch.buffer].settled = self._buffers[batch.buffer].resolved = True
-
-    def retired_count(self) -> int:
-        """Places free now."""
-        self._read_news()
-        return sum(buffer.retired for buffer in self._buffers)
-
-    def memory_of(self, buffer: int) -> np.ndarray[Any, Any]:
-        """The place's private host memory, uint8 (empty where uploads read the slot). For tests that poison it."""
-        return self._buffers[buffer].memory
-
-    def wait_retired(self) -> None:
-        """Wait until at least one place is free. Raises as ``upload``."""
-        self._retired_buffer()
-
-    # --- two ways to the device -----------------------------------------------------------------------------
-
-    def _through_host_buffer(
-        self, number: int, buffer: _Buffer, lease: Readable, shardings: Shardings, keep_lease: bool
-    ) -> dict[str, jax.Array]:
-        sources = lease.views
-        placement = self._placement(lease.handle.layout_id, sources)
-        if buffer.memory.nbytes < placement.nbytes:
-            buffer.memory = aligned_buffer(placement.nbytes, aliasing.ALIGNMENT)
-        use = buffer.use
-        buffer.dropped = False
-        base = aliasing.exported(buffer.memory, lambda: self._news.put(("dropped", number, use)))
-        views = placement.views(base, 0)
-        for name, source in sources.items():
-            copy_bytes(views[name], source)
-        lease.check()  # the slot held this generation from the first byte to the last
-        if not keep_lease:
-            lease.end()
-        return dict(jax.device_put(views, {name: shardings[name] for name in views}))
-
-    def _from_slot(
-        self, lease: Readable, shardings: Shardings, keep_lease: bool, on_ready: Callable[[int, str], None]
-    ) -> tuple[dict[str, jax.Array], Callable[[int, str], None]]:
-        views = dict(lease.views)
-        arrays = dict(jax.device_put(views, {name: shardings[name] for name in views}))
-
-        def report(ready_ns: int, error: str) -> None:
+    def __next__(self) -> dict[str, jax.Array]:
+        if self._ahead is None and not self._over:
+            self._ahead = self._upload(self._timeout_s)
+        batch, self._ahead = self._ahead, None
+        if batch is None:
+            self.close()
+            raise StopIteration
+        # from here on only the arrays themselves say when the buffer is free
+        self._buffers.settled(batch.buffer)
+        self._buffers.resolver(batch.buffer)()
+        if not self._over and self._buffers.retired():
             try:
-                lease.check()
-            except Exception as stale:
-                error = error or str(stale)
-            if not keep_lease:
-                lease.end()
-            on_ready(ready_ns, error)
+                self._ahead = self._upload(0.0)
+            except WaitTimeoutError:
+                pass  # not published yet
+        return batch.take()
 
-        return arrays, report
+    def close(self) -> None:
+        """Drop what was uploaded ahead and end the thread; the consumer is yours to close. Idempotent."""
+        if self._ahead is not None:
+            self._buffers.discard(self._ahead)
+            self._ahead = None
+        self._over = True
+        self._watcher.close()
 
-    def _placement(self, layout_id: int, sources: Mapping[str, np.ndarray[Any, Any]]) -> Layout:
-        if layout_id not in self._placements:
-            placement = Layout.from_arrays(sources)
-            aliasing.refuse_narrowing((f.name, f.dtype) for f in placement.fields)
-            self._placements[layout_id] = placement
-        return self._placements[layout_id]
+    def __enter__(self) -> DoubleBuffer:
+        return self
 
-    # --- waiting for a place --------------------------------------------------------------------------------
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
-    def _retired_buffer(self) -> tuple[int, _Buffer]:
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            self._read_news()
-            for number, buffer in enumerate(self._buffers):
-                if buffer.retired:
-                    return number, buffer
-            self._wait_for_news(deadline)
-
-    def _wait_for_news(self, deadline: float) -> None:
-        held = "; ".join(f"{n}: {buffer.why_held()}" for n, buffer in enumerate(self._buffers))
-        if not any(buffer.settled for buffer in self._buffers):
-            # only this very thread could settle one: waiting would never end
-            raise TrainerError(f"all {len(self._buffers)} device buffers are taken ({held}); raise device_buffers")
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise WaitTimeoutError(
-                f"no device buffer was retired within {self._timeout_s:g} s ({held}); "
-                "drop references to their arrays or raise device_buffers"
-            )
-        if self._cancelled():
-            raise CancelledError("the wait for a device buffer was given up: a new handshake or a stop is waiting")
-        dropping = any(b.settled and b.resolved for b in self._buffers)
-        if dropping:
-            aliasing.nudge()
-        try:
-            self._take(self._news.get(timeout=min(left, DROP_POLL_S if dropping else POLL_S)))
-        except queue.Empty:
-            pass
-
-    def _read_news(self) -> None:
-        while True:
-            try:
-                self._take(self._news.get_nowait())
-            except queue.Empty:
-                return
-
-    def _take(self, news: tuple[str, int, int]) -> None:
-        what, number, use = news
-        buffer = self._buffers[number]
-        if buffer.use != use:
-            return
-        if what == "resolved":
-            buffer.resolved = True
-        else:
-            buffer.dropped = True
+    def _upload(self, timeout_s: float) -> StagedBatch | None:
+        lease = self._consumer.receive(timeout_s)
+        if lease is None:
+            self._over = True
+            return None
+        sharding = self._sharding
+        if not isinstance(sharding, Mapping):
+            sharding = dict.fromkeys([*lease.views, *lease.late_views], sharding)
+        return self._buffers.upload(lease, sharding)

@@ -6,14 +6,12 @@ buffer's donation (memory doubles). So every shard is copied out of its view and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from shmstage import _native
-from shmstage.memory.layout import dtype_name
 
 HostArray = np.ndarray[Any, Any]
 
@@ -21,8 +19,8 @@ HostArray = np.ndarray[Any, Any]
 def host_copy(array: jax.Array) -> HostArray:
     """An owned, C-contiguous copy of the whole array; waits until it is computed.
 
-    Raises ``EngineError``-free JAX errors as they are: the caller knows what the copy was for. Every shard must be
-    addressable from this process.
+    JAX's own error comes through if the computation failed: the caller knows what the copy was for. Every shard must
+    be addressable from this process.
     """
     owned: HostArray = np.empty(array.shape, array.dtype)
     copy_to(owned, array)
@@ -36,7 +34,7 @@ def copy_to(target: HostArray, array: jax.Array) -> None:
             continue
         # shard.data of an unsharded array is the array itself; its cached view goes when the caller drops the array
         part = np.asarray(shard.data)
-        place = target[shard.index]
+        place = target[(*shard.index, ...)]  # the ellipsis makes it a view of a 0-d array too
         if place.flags.c_contiguous and part.flags.c_contiguous:
             copy_bytes(place, part)
         else:
@@ -53,32 +51,3 @@ def copy_bytes(target: HostArray, source: HostArray) -> None:
 def as_bytes(array: HostArray) -> HostArray:
     """The array's memory as uint8 ``[nbytes]``; ml_dtypes have no buffer protocol of their own."""
     return array.reshape(-1).view(np.uint8)
-
-
-def array_digest_parts(name: str, array: HostArray) -> tuple[bytes, HostArray]:
-    """What a digest over named arrays feeds per array: a header naming it, then its bytes."""
-    header = f"{name}|{dtype_name(array.dtype)}|{array.shape}|".encode()
-    return header, as_bytes(np.ascontiguousarray(array))
-
-
-def params_digest(params: Mapping[str, jax.Array]) -> str:
-    """xxh3_128 hex over the leaves in their order: path, dtype, shape, bytes. Waits for the device."""
-    import xxhash
-
-    state = xxhash.xxh3_128()
-    for name, array in params.items():
-        header, payload = array_digest_parts(name, host_copy(array))
-        state.update(header)
-        state.update(payload)
-    return state.hexdigest()
-
-
-def payload_digest(arrays: Mapping[str, HostArray]) -> str:
-    """xxh3_128 hex over arrays in their order: name bytes, raw bytes. ``verify = "full"`` compares it."""
-    import xxhash
-
-    state = xxhash.xxh3_128()
-    for name, array in arrays.items():
-        state.update(name.encode())
-        state.update(as_bytes(np.ascontiguousarray(array)))
-    return state.hexdigest()

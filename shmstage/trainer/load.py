@@ -15,15 +15,17 @@ REQUIRED = ("shardings", "fwd_bwd", "update", "metrics", "save", "restore", "wei
 EXTRAS = {"optax": "train", "orbax": "train"}
 
 
-def load_engine(name: str, settings: Mapping[str, Any]) -> TrainEngine:
+def load_engine(name: str, settings: Mapping[str, Any], checkpoint_dir: Path | str | None = None) -> TrainEngine:
     """Call the factory that ``name`` (``module:factory``) points at with ``settings``.
 
-    The working directory is importable. Raises ``PluginError`` naming what is missing, ``MissingExtraError`` when an
-    optional dependency of ours is; a factory's own ``ShmstageError`` passes unchanged.
+    The factory gets ``checkpoint_dir`` (a string or ``None``) among them unless they name one. The working directory
+    is importable. Raises ``PluginError`` naming what is missing, ``MissingExtraError`` when an optional dependency of
+    ours is; a factory's own ``ShmstageError`` passes unchanged.
     """
     factory = _factory(name)
+    directory = None if checkpoint_dir is None else str(checkpoint_dir)
     try:
-        engine = factory(settings)
+        engine = factory({"checkpoint_dir": directory, **settings})
     except ShmstageError:
         raise
     except ModuleNotFoundError as error:

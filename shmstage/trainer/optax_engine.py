@@ -8,7 +8,9 @@ tokens, never means: with packed rows a mean of means weighs tokens of short mic
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -19,9 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shmstage.errors import CheckpointError, EngineError
 from shmstage.memory.layout import Layout
-from shmstage.trainer.checkpoints import CheckpointStore
+from shmstage.trainer.checkpoints import CheckpointStore, OrbaxStore
 from shmstage.trainer.engine import Batch
 from shmstage.trainer.host_copy import host_copy
+from shmstage.trainer.jax_seam import constrain, partition_spec, wait_ready
 
 PyTree = Any
 LossFn = Callable[[PyTree, Batch], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
@@ -38,6 +41,7 @@ class OptaxEngine:
 
     With a ``mesh`` parameters are replicated over it unless they already lie on it, and ``batch_spec`` (one
     ``PartitionSpec`` for all fields, or one per field name; longer than a field's rank it is cut) places micro-batches.
+    ``checkpoint_dir`` keeps checkpoints through orbax, ``store`` in any other way.
     ``logps_fn(params, batch) -> f32[rows, tokens]`` makes ``per_token_logps`` work: role ``"actor"`` uses the current
     parameters, ``"reference"`` the ones the engine started with (kept only if ``logps_fn`` is given).
     """
@@ -53,24 +57,27 @@ class OptaxEngine:
         batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None,
         checkpoint_dir: Path | str | None = None,
         *,
+        store: CheckpointStore | None = None,
         logps_fn: LogpsFn | None = None,
     ) -> None:
         self._mesh = mesh
         self._batch_spec = batch_spec
         self._loss_fn = loss_fn
-        self._store = CheckpointStore(Path(checkpoint_dir)) if checkpoint_dir is not None else None
+        self._store = store
+        if store is None and checkpoint_dir is not None:
+            self._store = OrbaxStore(Path(checkpoint_dir))
         self._params = jax.tree.map(self._own, params)
         self._reference = jax.tree.map(self._own, params) if logps_fn is not None else None
         # optimizer state lies where the parameter it belongs to lies; scalars are replicated
-        self._opt_state = jax.tree.map(self._own, jax.jit(optimizer.init)(self._params))
+        programs = _programs(loss_fn, optimizer)
+        self._opt_state = jax.tree.map(self._own, programs.init(self._params))
         self._sums: PyTree | None = None
         self._metrics: dict[str, jax.Array] = {}
-        pin = self._pin if mesh is not None else (lambda tree, like: tree)
-        self._forward = jax.jit(_forward_program(loss_fn), donate_argnums=1)
-        self._update = jax.jit(_update_program(optimizer, pin), donate_argnums=(0, 1, 2))
-        self._evaluate = jax.jit(loss_fn)
+        self._forward, self._update, self._evaluate = programs.forward, programs.update, programs.evaluate
+        if mesh is not None:
+            self._update = jax.jit(_update_program(optimizer, self._pin), donate_argnums=(0, 1, 2))
         self._logps = jax.jit(logps_fn) if logps_fn is not None else None
-        jax.block_until_ready((self._params, self._opt_state, self._reference))
+        wait_ready((self._params, self._opt_state, self._reference))
 
     # --- placement ------------------------------------------------------------------------------------------
 
@@ -84,7 +91,7 @@ class OptaxEngine:
 
     def _spec(self, name: str, rank: int) -> PartitionSpec:
         spec = self._batch_spec.get(name) if isinstance(self._batch_spec, Mapping) else self._batch_spec
-        return PartitionSpec(*tuple(spec or ())[:rank])
+        return partition_spec(*tuple(spec or ())[:rank])
 
     def _own(self, leaf: Any) -> jax.Array:
         sharding = getattr(leaf, "sharding", None)
@@ -93,20 +100,22 @@ class OptaxEngine:
         elif isinstance(sharding, NamedSharding) and sharding.mesh == self._mesh:
             target = sharding
         else:
-            target = NamedSharding(self._mesh, PartitionSpec())
+            target = NamedSharding(self._mesh, partition_spec())
         # through the host: on CPU device_put of an aligned numpy array would alias the caller's memory
-        return jax.device_put(jnp.array(leaf, copy=True), target)
+        owned: jax.Array = jax.device_put(jnp.array(leaf, copy=True), target)
+        return owned
 
     def _pin(self, tree: PyTree, kind: str) -> PyTree:
         """Outputs lie where the donated inputs lay; otherwise the next call would compile again."""
         like = {"params": self._params, "opt_state": self._opt_state}[kind]
-        return jax.tree.map(lambda leaf, at: jax.lax.with_sharding_constraint(leaf, at.sharding), tree, like)
+        return jax.tree.map(lambda leaf, at: constrain(leaf, at.sharding), tree, like)
 
     # --- a step ---------------------------------------------------------------------------------------------
 
     def fwd_bwd(self, batch: Batch) -> jax.Array:
         if self._sums is None:
             self._sums = self._zero_sums(batch)
+        token: jax.Array
         self._sums, token = self._forward(self._params, self._sums, batch)
         return token
 
@@ -114,6 +123,7 @@ class OptaxEngine:
         if self._sums is None:
             raise EngineError("update: no micro-batch was accumulated")
         state = (self._params, self._opt_state, self._sums)
+        token: jax.Array
         self._params, self._opt_state, self._sums, self._metrics, token = self._update(*state)
         return token
 
@@ -135,7 +145,8 @@ class OptaxEngine:
     def per_token_logps(self, batch: Batch, role: str) -> jax.Array:
         if self._logps is None:
             raise NotImplementedError("OptaxEngine was made without logps_fn")
-        return self._logps(self._params if role == "actor" else self._reference, batch)
+        scores: jax.Array = self._logps(self._params if role == "actor" else self._reference, batch)
+        return scores
 
     def _zero_sums(self, batch: Mapping[str, Any]) -> PyTree:
         loss, denominator, metrics = jax.eval_shape(self._loss_fn, self._params, dict(batch))
@@ -167,7 +178,8 @@ class OptaxEngine:
         template = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
         loaded, metadata = self._store.load(steps[-1], template)
         placed = jax.tree.map(lambda new, old: jax.device_put(jnp.array(new, copy=True), old.sharding), loaded, state)
-        self._params, self._opt_state = jax.block_until_ready(placed)
+        wait_ready(placed)
+        self._params, self._opt_state = placed
         return metadata
 
 
@@ -187,12 +199,31 @@ class OptaxSnapshot:
     def write(self) -> dict[str, object]:
         path = self._store.save(self._step, self._state, self._metadata)
         self._state = None
-        return {"step": self._step, "path": str(path)}
+        return {"step": self._step, "path": path}
 
 
 def _zeros_like(param: jax.Array) -> jax.Array:
     # at least float32: a sum over many micro-batches in bfloat16 loses the small ones
     return jnp.zeros(param.shape, jnp.promote_types(param.dtype, jnp.float32), device=param.sharding)
+
+
+@dataclass(frozen=True, slots=True)
+class _Programs:
+    init: Callable[..., Any]
+    forward: Any
+    update: Any
+    evaluate: Any
+
+
+@functools.lru_cache(maxsize=16)
+def _programs(loss_fn: LossFn, optimizer: Any) -> _Programs:
+    """Jitted once per loss and optimizer, so that a second engine over the same two compiles nothing again."""
+    return _Programs(
+        init=jax.jit(optimizer.init),
+        forward=jax.jit(_forward_program(loss_fn), donate_argnums=1),
+        update=jax.jit(_update_program(optimizer, lambda tree, kind: tree), donate_argnums=(0, 1, 2)),
+        evaluate=jax.jit(loss_fn),
+    )
 
 
 def _forward_program(loss_fn: LossFn) -> Callable[..., Any]:

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
-import jax
-
 from shmstage.errors import WaitTimeoutError
+from shmstage.trainer.jax_seam import wait_ready
 
 OnReady = Callable[[int, str], None]
 """Called on the watcher's thread with (ready_ns, error text or "")."""
@@ -65,7 +64,7 @@ class TokenWatcher:
 def failure_of(arrays: Any) -> str:
     """Wait until the arrays are ready; "" if they are, else the first line of why not."""
     try:
-        jax.block_until_ready(arrays)
+        wait_ready(arrays)
     except Exception as error:  # XLA raises its own and plain RuntimeErrors
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no text'}"
     return ""

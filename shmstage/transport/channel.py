@@ -17,7 +17,7 @@ class Channel(ABC):
 
     @abstractmethod
     def send(self, frame: bytes) -> bool:
-        """Hands the frame on without waiting; False while nobody is connected or the queue is full."""
+        """Hands the frame on without waiting; False if the queue is full or the server is gone."""
 
     @abstractmethod
     def recv(self, timeout_s: float) -> bytes | None:
@@ -33,7 +33,7 @@ class Channel(ABC):
 
 
 class ServerChannel(ABC):
-    """The end that is bound. Used by one thread at a time, except for ``wake``."""
+    """The end that is bound. One thread receives; any thread may ``send`` and ``wake``."""
 
     @abstractmethod
     def recv(self, timeout_s: float) -> tuple[bytes, bytes] | None:

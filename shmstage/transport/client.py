@@ -41,7 +41,7 @@ RETRY_S = 2.0
 _PING_S = 1.0
 _POLL_S = 0.1  # how long a dead peer or a stop goes unnoticed
 _DRAIN_S = 0.05  # how long the last frames of a dead peer may take out of the kernel's buffers
-_RECONNECT_S = 0.01
+_FULL_S = 0.01  # before another try when the channel did not take a frame
 _RESEND_ASK_S = 0.2
 _ERRORS = by_name()
 
@@ -192,7 +192,7 @@ class Client:
         dying = False
         while True:
             if now >= send_at:
-                send_at = now + (retry_s if self._channel.send(frame) else _RECONNECT_S)
+                send_at = now + (retry_s if self._channel.send(frame) else _FULL_S)
             self._ping_if_due(now)
             until = min(deadline, send_at, self._ping_at, now + _POLL_S)
             received = self._channel.recv(_DRAIN_S if dying else max(0.0, until - now))

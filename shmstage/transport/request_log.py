@@ -1,7 +1,6 @@
 """Which request runs, waits, is answered from memory or is refused: a state machine without socket or thread.
 
-One log serves one session (one peer in one epoch). Its lock is the only thing that the thread that receives and
-the thread that executes share.
+One log serves one session (one peer in one epoch).
 """
 
 from __future__ import annotations

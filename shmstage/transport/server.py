@@ -1,7 +1,8 @@
 """The answering side of the command channel: who is asked, what runs, what has been said.
 
-Two threads. The io thread owns the channel: it admits requests, answers pings and retries, sends events. The
-executing thread takes one request at a time from ``next_request`` and answers it.
+A receiving thread admits requests and answers pings and retries. The executing thread takes one request at a time
+from ``next_request`` and answers it. Any thread emits events. They share the session's state under one lock, which
+is never held while anything waits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, final
 from shmstage.errors import PeerRestartedError, ProtocolError, ShmstageError, TransportError
 from shmstage.transport.channel import ServerChannel
 from shmstage.transport.event_log import EventLog
-from shmstage.transport.io_thread import IoThread
+from shmstage.transport.receiver import Receiver
 from shmstage.transport.request_log import Admission, RequestLog
 from shmstage.wire.codec import decode, encode
 from shmstage.wire.messages import (
@@ -96,9 +97,9 @@ class Pending:
         """Answers a handshake: its session is open from here on, and events flow."""
         if self._request is not None:
             raise ProtocolError(f"{self.command} is answered by reply() or fail()")
-        encode(welcome)  # what cannot travel is found here, not on the io thread
+        encode(welcome)  # before anything is changed: it may hold what cannot travel
         self._once()
-        self._server._post_welcome(self._session, welcome)
+        self._server._open(self._session, welcome)
 
     def fail(self, error: BaseException) -> None:
         """Answers with an error, which keeps its class if it is one of ``shmstage.errors``."""
@@ -106,7 +107,7 @@ class Pending:
 
     def _answer(self, frame: bytes, *, failed_hello: bool = False) -> None:
         self._once()
-        self._server._post_answer(self._session, self.sequence, frame, failed_hello)
+        self._server._answer(self._session, self.sequence, frame, failed_hello)
 
     def _once(self) -> None:
         if self._answered:
@@ -138,22 +139,23 @@ class Server:
         """Takes the channel over. ``incarnation`` (> 0) names this start of the process."""
         self.incarnation = incarnation
         self._channel = channel
-        self._io = IoThread(channel, self._on_frame, name="shmstage-server")
-        self._waiting: queue.SimpleQueue[Pending] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._receiver = Receiver(
+            channel, self._on_frame, name="shmstage-server", on_failure=lambda: self._waiting.put(None)
+        )
+        self._lock = threading.Lock()
         self._session: _Session | None = None
         self._events = EventLog()
-        self._next_event = 1
-        self._emit_lock = threading.Lock()
         self._running = ""
         self._welcomed_epoch = -1
 
     def start(self) -> None:
-        """Starts the io thread."""
-        self._io.start()
+        """Starts the receiving thread."""
+        self._receiver.start()
 
     def step(self, timeout_s: float = 0.0) -> int:
-        """One turn of the io thread, for a loop called by hand; returns how much it did."""
-        return self._io.step(timeout_s)
+        """One turn of the receiving thread, for a loop called by hand; returns how many frames it took."""
+        return self._receiver.step(timeout_s)
 
     @property
     def hello_waiting(self) -> bool:
@@ -168,7 +170,9 @@ class Server:
             try:
                 pending = self._waiting.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                self._io.check()
+                pending = None
+            if pending is None:
+                self._receiver.check()
                 return None
             if pending._begin():
                 self._running = f"{pending.command} #{pending.sequence}"
@@ -176,35 +180,32 @@ class Server:
 
     def emit(self, event: TokenEvent | TicketEvent) -> None:
         """Numbers, keeps and sends an event (any thread). Raises ``ProtocolError`` if it cannot travel."""
-        # The lock spans number and post: events reach the io thread in the order of their numbers.
-        with self._emit_lock:
-            number = self._next_event
+        self._receiver.check()
+        with self._lock:
+            number = self._events.last + 1
             frame = encode(replace(event, number=number, incarnation=self.incarnation))
-            self._io.post(lambda: self._send_event(number, frame))
-            self._next_event = number + 1
+            self._events.append(number, frame)
+            if self._session is not None and self._session.welcome_frame:
+                self._send(self._session.peer, frame)
 
     def close(self) -> None:
-        """Sends the answers given so far, then ends; raises ``WaitTimeoutError`` past its deadline of seconds."""
-        self._io.close()
+        """Ends the thread and closes the channel, which sends what was answered; has a deadline of seconds."""
+        self._receiver.close()
 
-    # --- posted by the executing thread, run by the io thread ---------------------------------------------
+    # --- answers of the executing thread ----------------------------------------------------------------------
 
-    def _post_answer(self, session: _Session, sequence: int, frame: bytes, failed_hello: bool) -> None:
-        self._running = ""
-
-        def answer() -> None:
+    def _answer(self, session: _Session, sequence: int, frame: bytes, failed_hello: bool) -> None:
+        with self._lock:
+            self._running = ""
             session.requests.finish(sequence, frame)
-            if failed_hello and self._session is session:
+            if failed_hello:
                 session.hello_frame = b""  # a retry is to be tried again, not told the old failure
             if not session.over:
                 self._send(session.peer, frame)
 
-        self._io.post(answer)
-
-    def _post_welcome(self, session: _Session, welcome: Welcome) -> None:
-        self._running = ""
-
-        def open_session() -> None:
+    def _open(self, session: _Session, welcome: Welcome) -> None:
+        with self._lock:
+            self._running = ""
             if session.over:
                 return
             if session.hello.epoch != self._welcomed_epoch:
@@ -216,19 +217,13 @@ class Server:
             for frame in self._events.frames():
                 self._send(session.peer, frame)
 
-        self._io.post(open_session)
-
-    def _send_event(self, number: int, frame: bytes) -> None:
-        self._events.append(number, frame)
-        if self._session is not None and self._session.welcome_frame:
-            self._send(self._session.peer, frame)
-
     # --- frames ---------------------------------------------------------------------------------------------
 
     def _on_frame(self, peer: bytes, frame: bytes) -> None:
         try:
             message = decode(frame)
-            self._on_message(peer, message, frame)
+            with self._lock:
+                self._on_message(peer, message, frame)
         except TransportError as error:
             log.warning("refused a frame of %d bytes from %s: %s", len(frame), peer.hex(), error)
             self._send(peer, encode(_failed(0, error)))

@@ -8,7 +8,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import select
 import threading
+import time
+from collections.abc import Sequence
 from typing import final
 
 import zmq
@@ -23,7 +26,10 @@ HIGH_WATER_MARK = 1000
 """Frames queued per peer before ``send`` refuses; a healthy session has fewer than ten."""
 
 LINGER_MS = 500
-"""How long ``close`` waits for queued frames to leave, so that it always ends."""
+"""How long ``close`` of the bound end waits for queued frames to leave, so that it always ends."""
+
+CONNECT_LINGER_MS = 100
+"""The same for the connecting end, whose last frames matter less: their server may be gone for good."""
 
 _RECONNECT_MS = 10
 _RECONNECT_MAX_MS = 200
@@ -60,10 +66,16 @@ class _Waker:
 
 @final
 class _Socket:
-    """One ZeroMQ socket in a context of its own, with a descriptor that wakes its wait."""
+    """One ZeroMQ socket in a context of its own. One thread receives, any thread sends.
+
+    The socket itself is touched under the lock only. The receiver waits outside it, on the socket's descriptor,
+    whose edge any call on the socket may consume: so whoever sends looks whether something can be received now,
+    and wakes the receiver. The usual alternative, a queue to the receiving thread, costs a hand-over per reply.
+    """
 
     def __init__(self, kind: int, guard: Guard) -> None:
         self._guard = guard
+        self._lock = threading.Lock()
         self._waker = _Waker()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.raw = self._context.socket(kind)
@@ -71,43 +83,65 @@ class _Socket:
         self.raw.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self.raw.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         self.raw.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT_NBYTES)
-        self._poller = zmq.Poller()
-        self._poller.register(self.raw, zmq.POLLIN)
-        self._poller.register(self._waker.fd, zmq.POLLIN)
+        self._poll = select.poll()
+        self._poll.register(self.raw.getsockopt(zmq.FD), select.POLLIN)
+        self._poll.register(self._waker.fd, select.POLLIN)
+
+    def send(self, parts: Sequence[bytes]) -> None:
+        """Raises ``zmq.ZMQError``, ``zmq.Again`` among them."""
+        with self._lock:
+            self._guard.check()
+            try:
+                self.raw.send_multipart(parts, zmq.NOBLOCK)
+            finally:
+                if self.raw.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+                    self._waker.set()
 
     def recv(self, timeout_s: float) -> list[bytes] | None:
-        self._guard.check()
-        try:
-            return self.raw.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            pass
-        except zmq.ZMQError as error:
-            raise TransportError(f"cannot receive: {error.strerror}") from error
-        if timeout_s <= 0:
-            return None
-        try:
-            ready = dict(self._poller.poll(_milliseconds(timeout_s)))
-            if self._waker.fd in ready:
+        """The parts of the next message; None after the timeout or a wake."""
+        parts = self._try_recv()
+        if parts is not None or timeout_s <= 0:
+            return parts
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ready = self._poll.poll(_milliseconds(timeout_s))
+            woken = any(fd == self._waker.fd for fd, _ in ready)
+            if woken:
                 self._waker.clear()
-            return self.raw.recv_multipart(zmq.NOBLOCK) if self.raw in ready else None
-        except zmq.Again:
-            return None
-        except zmq.ZMQError as error:
-            raise TransportError(f"cannot receive: {error.strerror}") from error
+            parts = self._try_recv()
+            # The descriptor also becomes readable for what is no message: a peer that connected, room to send.
+            timeout_s = deadline - time.monotonic()
+            if parts is not None or woken or timeout_s <= 0:
+                return parts
+
+    def _try_recv(self) -> list[bytes] | None:
+        with self._lock:
+            self._guard.check()
+            try:
+                return self.raw.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            except zmq.ZMQError as error:
+                raise TransportError(f"cannot receive: {error.strerror}") from error
 
     def wake(self) -> None:
         self._guard.check()
         self._waker.set()
 
     def close(self) -> None:
-        self.raw.close()
+        with self._lock:
+            self.raw.close()
         self._context.term()
         self._waker.close()
 
 
 @final
 class ZmqChannel(Channel):
-    """A DEALER socket. Reconnects by itself; what is sent meanwhile is refused, not hoarded."""
+    """A DEALER socket. Reconnects by itself; what is sent meanwhile waits for the server, up to the mark.
+
+    A frame that so reaches a restarted server names another incarnation and is refused there. (``IMMEDIATE`` would
+    hold it back, but libzmq then also throws away what has arrived when the server closes.)
+    """
 
     def __init__(self, endpoint: str) -> None:
         """Starts connecting to ``endpoint``; nobody need listen yet. Use ``ZmqChannel.connect``."""
@@ -117,8 +151,7 @@ class ZmqChannel(Channel):
         socket = self._socket.raw
         # A name of its own, so that the server knows this channel again after a reconnect.
         socket.setsockopt(zmq.ROUTING_ID, b"c" + os.urandom(8))
-        # Only to a live connection: a frame kept for a peer that restarted would be a command from the past.
-        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.LINGER, CONNECT_LINGER_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         try:
@@ -133,9 +166,8 @@ class ZmqChannel(Channel):
         return cls(endpoint)
 
     def send(self, frame: bytes) -> bool:
-        self._guard.check()
         try:
-            self._socket.raw.send(frame, zmq.NOBLOCK)
+            self._socket.send((frame,))
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -192,9 +224,8 @@ class ZmqServerChannel(ServerChannel):
         return parts[0], parts[1] if len(parts) == 2 else b""
 
     def send(self, peer: bytes, frame: bytes) -> None:
-        self._guard.check()
         try:
-            self._socket.raw.send_multipart((peer, frame), zmq.NOBLOCK)
+            self._socket.send((peer, frame))
         except zmq.Again as error:
             raise TransportError(
                 f"peer {peer.hex()} does not take its frames: {HIGH_WATER_MARK} are queued"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shmstage.packing.plan import PlannedMicrobatch, Planner, PlanSettings
 
 TOKENS = 20
-FAST = settings(max_examples=60, derandomize=True, database=None, deadline=None)
+FAST = settings(max_examples=35, derandomize=True, database=None, deadline=None)
 
 plan_settings = st.builds(
     PlanSettings,

@@ -132,6 +132,11 @@ def test_counts_are_integers_in_range(wrong: object) -> None:
         Trajectory(**arguments(batch_index=wrong))
 
 
+def test_a_number_of_experts_belongs_to_a_routing() -> None:
+    with pytest.raises(TrajectoryError, match="experts wants 0 without routing, got 8"):
+        Trajectory(**arguments(experts=8))
+
+
 def test_the_digest_covers_every_array_and_no_id() -> None:
     plain = make_trajectory(5)
     assert make_trajectory(5, name="other", group_id="g", policy_version=3).digest == plain.digest
@@ -205,5 +210,5 @@ def test_routing_of_different_models_is_an_error_naming_both() -> None:
     one = make_trajectory(4, name="one", optional=frozenset({"routing"}))
     for other in ({"layers": 3}, {"top_k": 2}, {"experts": 8}):
         two = make_trajectory(4, name="two", optional=frozenset({"routing"}), **other)
-        with pytest.raises(TrajectoryError, match="'two': routing wants .* as in trajectory 'one'"):
+        with pytest.raises(TrajectoryError, match=r"'two': routing wants .* as in trajectory 'one'"):
             check_same_fields([one, two])

@@ -35,5 +35,6 @@ def make_trajectory(
         rows = max(length - 1, 0) if routing_rows is None else routing_rows
         scores = noise.random((rows, layers, experts))
         fields["routing"] = np.argsort(scores, axis=-1)[..., :top_k].astype(np.int16)
+    if "routing" in fields or "routing" in changes:
         fields["experts"] = experts
     return Trajectory(**{"trajectory_id": name, **fields, **changes})

@@ -26,16 +26,10 @@ class Pair:
     def joined(self) -> tuple[Channel, bytes]:
         """A channel that has said something, and its name at the server."""
         channel = self.connect()
-        send(channel, b"here")
+        assert channel.send(b"here")
         received = self.server.recv(WAIT_S)
         assert received is not None and received[1] == b"here"
         return channel, received[0]
-
-
-def send(channel: Channel, frame: bytes) -> None:
-    """Sends once connected; a channel refuses before."""
-    while not channel.send(frame):
-        channel.recv(0.001)
 
 
 @pytest.fixture(params=["zmq", "memory"])

@@ -1,0 +1,71 @@
+"""The trainer's end of one epoch's pool: its reader, its layouts, and where each layout's fields go on the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import final
+
+import jax
+
+from shmstage.errors import ProtocolError, ShmstageError
+from shmstage.memory.handle import Handle
+from shmstage.memory.layout import Layout
+from shmstage.memory.reader import Lease, PoolReader
+from shmstage.trainer.aliasing import refuse_narrowing
+from shmstage.trainer.engine import TrainEngine
+from shmstage.trainer.jax_seam import struct
+from shmstage.wire.messages import Hello
+
+
+@final
+class Attachment:
+    """Made by a handshake, closed by the next one."""
+
+    def __init__(self, hello: Hello, engine: TrainEngine) -> None:
+        """Map ``hello.pool``. Raises ``PoolError`` if it is not the one announced, ``LayoutError`` for a bad layout."""
+        layouts = [Layout.from_wire(each) for each in hello.layouts]
+        for layout in layouts:
+            refuse_narrowing((field.name, field.dtype) for field in layout.fields)
+        self.run_id = hello.run_id
+        self.epoch = hello.epoch
+        self.pool = hello.pool
+        self._layouts = {layout.layout_id: layout for layout in layouts}
+        self._shardings = {layout.layout_id: engine.shardings(layout) for layout in layouts}
+        self._reader = PoolReader.attach(hello.pool, run_id=hello.run_id, epoch=hello.epoch, writes_late=True)
+        try:
+            for layout in layouts:
+                self._reader.register(layout)
+        except ShmstageError:
+            self._reader.close()
+            raise
+
+    def layout(self, layout_id: int) -> Layout:
+        if layout_id not in self._layouts:
+            raise ProtocolError(f"layout {layout_id} was not announced; known are {sorted(self._layouts)}")
+        return self._layouts[layout_id]
+
+    def shardings(self, layout_id: int) -> Mapping[str, jax.sharding.Sharding]:
+        return self._shardings[self.layout(layout_id).layout_id]
+
+    def example(self, layout_id: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """What a micro-batch of this layout looks like to the compiler."""
+        shardings = self.shardings(layout_id)
+        return {
+            f.name: struct(f.shape, f.dtype, shardings[f.name])
+            for f in self.layout(layout_id).fields
+        }
+
+    def lease(self, handle: Handle) -> Lease:
+        self.layout(handle.layout_id)
+        return self._reader.lease(handle)
+
+    def end_withdrawn(self, pairs: Sequence[Sequence[int]]) -> None:
+        """End the leases of slots the producer took back; one it has reused since needs no ending."""
+        for slot, generation in pairs:
+            with suppress(ProtocolError):
+                self._reader.end_lease(slot, generation)
+
+    def close(self) -> None:
+        """Unmap. Raises ``PoolError`` while arrays over it live."""
+        self._reader.close()

@@ -1,0 +1,134 @@
+"""From readiness to events: two watchers, the stamps, and a list of failures for the command thread to read."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import jax
+
+from shmstage.memory.handle import Handle
+from shmstage.trainer.step_health import StepHealth
+from shmstage.trainer.timing import StepTiming
+from shmstage.trainer.tokens import TokenWatcher
+from shmstage.wire.messages import TokenEvent
+
+log = logging.getLogger(__name__)
+
+UPLOAD_STAMPS = {"staged": ("upload_begin_ns", "staged_ready_ns"), "patched": ("patch_begin_ns", "patch_ready_ns")}
+
+Emit = Callable[[TokenEvent], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Device work that did not succeed. ``kind`` and ``request_id`` as in the token event."""
+
+    kind: str
+    request_id: str
+    error: str
+
+
+@final
+class Completions:
+    """Every piece of dispatched work ends in exactly one token event, ok or failed."""
+
+    def __init__(
+        self,
+        emit: Emit,
+        timing: StepTiming,
+        *,
+        timeout_s: float = 600.0,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.health = StepHealth(timeout_s)
+        self._emit = emit
+        self._timing = timing
+        self._clock_ns = clock_ns
+        self._compute = TokenWatcher("compute", clock_ns=clock_ns)
+        self._uploads = TokenWatcher("uploads", clock_ns=clock_ns)
+        self._failures: queue.SimpleQueue[Failure] = queue.SimpleQueue()
+        #: waits for uploads; what ``DeviceBuffers`` needs
+        self.watch_upload = self._uploads.watch
+
+    def dispatched(
+        self,
+        kind: str,
+        name: tuple[str, int, int],
+        token: jax.Array | None,
+        begin_ns: int,
+        end_ns: int,
+        on_over: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Watch a program. ``name`` is (request id, step, index); ``on_over`` runs before the event is emitted."""
+        request_id, step, index = name
+        updates = kind == "update"
+        self._timing.dispatched(step, request_id, -1 if updates else index, begin_ns, end_ns)
+        if updates:
+            self.health.update_began(step)
+
+        def on_ready(ready_ns: int, error: str) -> None:
+            on_over()
+            self._timing.ready(step, request_id, ready_ns)
+            if updates:
+                error = self.health.update_verdict(step, error)
+            else:
+                self.health.forward_over(step, error and f"{kind} of {request_id}: {error}")
+            stamps = {"dispatch_begin_ns": begin_ns, "dispatch_end_ns": end_ns, "ready_ns": ready_ns}
+            self._report(TokenEvent(0, kind, request_id, step, index, not error, error, stamps))
+            if updates:
+                self.health.update_over(step)
+
+        if token is None:
+            on_ready(end_ns, "")  # an engine without tokens returns when the work is done
+        else:
+            self._compute.watch(token, on_ready)
+
+    def watch(self, arrays: object, on_over: Callable[[], None]) -> None:
+        """Watch computed arrays that nobody outside asks about (scores, evaluations)."""
+        self._compute.watch(arrays, lambda ready_ns, error: on_over())
+
+    def upload_reporter(self, handle: Handle, kind: str, begin_ns: int) -> Callable[[int, str], None]:
+        """What to call when an upload is over: emits ``staged`` or ``patched`` with its stamps."""
+        begin, ready = UPLOAD_STAMPS[kind]
+        self.health.upload_began(handle.step)
+
+        def on_ready(ready_ns: int, error: str) -> None:
+            self.health.upload_over(handle.step, error and f"upload of {handle.request_id}: {error}")
+            stamps = {begin: begin_ns, ready: ready_ns}
+            self._report(
+                TokenEvent(0, kind, handle.request_id, handle.step, handle.index, not error, error, stamps)
+            )
+
+        return on_ready
+
+    def failures(self) -> list[Failure]:
+        """Failures since the last call."""
+        found = []
+        while True:
+            try:
+                found.append(self._failures.get_nowait())
+            except queue.Empty:
+                return found
+
+    def drain(self, timeout_s: float) -> None:
+        """Return when everything dispatched so far has resolved."""
+        self._uploads.drain(timeout_s)
+        self._compute.drain(timeout_s)
+
+    def close(self) -> None:
+        self._uploads.close()
+        self._compute.close()
+
+    def _report(self, event: TokenEvent) -> None:
+        if event.error:
+            # first: whoever sees the event may send the next command at once
+            self._failures.put(Failure(event.kind, event.request_id, event.error))
+        try:
+            self._emit(event)
+        except Exception:
+            log.exception("%s of %s could not be reported", event.kind, event.request_id)

@@ -1,0 +1,35 @@
+"""The few functions of JAX that carry no types, with the types they have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shmstage.memory.layout import numpy_dtype
+
+
+def wait_ready(tree: Any) -> None:
+    """Return when every array of the pytree is computed; raises what its computation raised."""
+    jax.block_until_ready(tree)  # type: ignore[no-untyped-call]
+
+
+def partition_spec(*parts: Any) -> PartitionSpec:
+    return PartitionSpec(*parts)  # type: ignore[no-untyped-call]
+
+
+def constrain(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
+    return jax.lax.with_sharding_constraint(leaf, sharding)  # type: ignore[no-untyped-call]
+
+
+def struct(shape: Sequence[int], dtype: str, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    """An array to compile for, by the layout's dtype name."""
+    return jax.ShapeDtypeStruct(shape, numpy_dtype(dtype), sharding=sharding)  # type: ignore[no-untyped-call]
+
+
+def is_cpu(sharding: jax.sharding.Sharding) -> bool:
+    """True if any of its devices is the host's own."""
+    devices: Any = sharding.device_set
+    return any(device.platform == "cpu" for device in devices)

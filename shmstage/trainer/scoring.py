@@ -1,0 +1,150 @@
+"""Log-probs and evaluation: forward passes that train nothing, and the late fields they are written to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from shmstage.errors import EngineError, ProtocolError
+from shmstage.memory.handle import Handle
+from shmstage.memory.reader import Lease
+from shmstage.trainer.completions import Completions
+from shmstage.trainer.device_buffers import DeviceBuffers, StagedBatch
+from shmstage.trainer.digests import payload_digest
+from shmstage.trainer.engine import TrainEngine
+from shmstage.trainer.gate import Gate
+from shmstage.trainer.host_copy import host_copy
+from shmstage.trainer.snapshots import Snapshots
+from shmstage.trainer.stepper import Stepper
+
+FIELD_OF_ROLE = {"actor": "old_per_token_logps", "reference": "ref_per_token_logps"}
+
+
+@final
+class Scorer:
+    """Runs the engine's optional ``per_token_logps`` and ``eval_step`` and patches what is staged."""
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        gate: Gate,
+        buffers: DeviceBuffers,
+        completions: Completions,
+        snapshots: Snapshots,
+        stepper: Stepper,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._engine = engine
+        self._gate = gate
+        self._buffers = buffers
+        self._completions = completions
+        self._snapshots = snapshots
+        self._stepper = stepper
+        self._clock_ns = clock_ns
+
+    def score_staged(self, request_id: str, role: str) -> int:
+        """Score the staged arrays; returns a ticket."""
+        _field(role)
+        self._gate.admit_staged(request_id)
+        stage = self._stepper.stage
+        assert stage is not None
+        logps = self._optional("per_token_logps")(stage.batch.arrays, role)
+        return self._write_later(stage.handle, logps, stage.lease, role)
+
+    def score(self, handle: Handle, role: str) -> int:
+        """Score a slot's micro-batch before it is trained. Its lease is kept if there is a late field to write."""
+        attachment = self._stepper.attachment
+        keep = _field(role) in attachment.layout(handle.layout_id).late_names
+        lease = attachment.lease(handle)
+        batch = self._buffers.upload(lease, attachment.shardings(handle.layout_id), keep_lease=keep)
+        logps = self._run(batch, lambda arrays: self._optional("per_token_logps")(arrays, role))
+        return self._write_later(handle, logps, lease if keep else None, role)
+
+    def eval_step(self, handle: Handle) -> int:
+        """Evaluate a slot's micro-batch; returns a ticket for the engine's numbers."""
+        attachment = self._stepper.attachment
+        batch = self._buffers.upload(attachment.lease(handle), attachment.shardings(handle.layout_id))
+        numbers = self._run(batch, self._optional("eval_step"))
+        return self._snapshots.submit("eval", handle.step, lambda: as_numbers(numbers))
+
+    def patch_staged(self, request_id: str, fields: list[str], loss_tokens: int) -> None:
+        """Read late fields of the staged micro-batch from its slot again; patching twice changes nothing.
+
+        Raises ``ProtocolError`` for a field that is not a late field of its layout.
+        """
+        self._gate.admit_staged(request_id)
+        stage = self._stepper.stage
+        assert stage is not None
+        layout = self._stepper.attachment.layout(stage.handle.layout_id)
+        unknown = set(fields) - set(layout.late_names)
+        if unknown:
+            raise ProtocolError(f"patch_staged {request_id}: {sorted(unknown)} are not among {layout.late_names}")
+        arrays: dict[str, jax.Array] = {}
+        if stage.lease is not None:
+            begin_ns = self._clock_ns()
+            # copies that nobody writes again: device_put may alias them, which it must not do to the slot
+            copies = {name: np.array(stage.lease.late_views[name]) for name in fields}
+            stage.lease.check()
+            shardings = self._stepper.attachment.shardings(stage.handle.layout_id)
+            arrays = jax.device_put(copies, {name: shardings[name] for name in copies})
+            report = self._completions.upload_reporter(stage.handle, "patched", begin_ns)
+            self._completions.watch_upload(list(arrays.values()), report)
+            stage.patched.update(fields)
+            if stage.patched >= set(layout.late_names):
+                stage.lease.end()
+                stage.lease = None
+        self._stepper.replace_staged(stage, arrays, loss_tokens)
+
+    def _write_later(self, handle: Handle, logps: jax.Array, lease: Lease | None, role: str) -> int:
+        name = _field(role)
+        return self._snapshots.submit("logps", handle.step, lambda: _write_late(handle, name, logps, lease))
+
+    def _run(self, batch: StagedBatch, program: Callable[[Mapping[str, jax.Array]], Any]) -> Any:
+        """Dispatch a program over a batch that is not trained now, and let its buffer go when that is over."""
+        resolved = self._buffers.resolver(batch.buffer)
+        self._buffers.settled(batch.buffer)
+        try:
+            results = program(batch.take())
+        except BaseException:
+            resolved()
+            raise
+        self._completions.watch(results, resolved)
+        return results
+
+    def _optional(self, method: str) -> Callable[..., Any]:
+        found = getattr(self._engine, method, None)
+        if found is None:
+            raise EngineError(f"{method}: {type(self._engine).__name__} has no such method")
+
+        def call(*arguments: Any) -> Any:
+            try:
+                return found(*arguments)
+            except NotImplementedError as error:
+                raise EngineError(f"{method}: {type(self._engine).__name__} does not do it: {error}") from error
+
+        return call
+
+
+def as_numbers(values: Mapping[str, jax.Array]) -> dict[str, object]:
+    """Scalars as Python floats; waits until they are computed."""
+    return {name: float(host_copy(value)) for name, value in values.items()}
+
+
+def _field(role: str) -> str:
+    if role not in FIELD_OF_ROLE:
+        raise ProtocolError(f"role = {role!r}; want one of {', '.join(FIELD_OF_ROLE)}")
+    return FIELD_OF_ROLE[role]
+
+
+def _write_late(handle: Handle, name: str, logps: jax.Array, lease: Lease | None) -> dict[str, object]:
+    values = host_copy(logps)
+    written = lease is not None and name in lease.late_views
+    if lease is not None and written:
+        np.copyto(lease.late_views[name], values, casting="same_kind")
+        lease.commit_late(name)
+    digest = payload_digest({name: values})
+    return {"request_id": handle.request_id, "field": name, "written": written, "digest": digest}

@@ -1,0 +1,92 @@
+"""Whether a step's work succeeded, known only when all of it has been reported: the update is ok iff everything is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+from shmstage.errors import TokenFailedError, WaitTimeoutError
+
+KEPT_STEPS = 8
+
+
+@dataclass(slots=True)
+class _Step:
+    uploads_open: int = 0
+    update_open: bool = False
+    error: str = ""
+
+
+@final
+class StepHealth:
+    """Written by the command thread (``began``) and the watchers (``over``), read by the snapshot threads."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._steps: dict[int, _Step] = {}
+
+    def upload_began(self, step: int) -> None:
+        with self._changed:
+            self._step(step).uploads_open += 1
+
+    def upload_over(self, step: int, error: str) -> None:
+        with self._changed:
+            state = self._step(step)
+            state.uploads_open -= 1
+            state.error = state.error or error
+            self._changed.notify_all()
+
+    def forward_over(self, step: int, error: str) -> None:
+        with self._changed:
+            state = self._step(step)
+            state.error = state.error or error
+
+    def update_began(self, step: int) -> None:
+        with self._changed:
+            self._step(step).update_open = True
+
+    def update_verdict(self, step: int, error: str) -> str:
+        """The update's own error, or that of the work it summed up: "" only if all of the step is ok.
+
+        Waits for the step's uploads to be reported, which the forward passes that read them have outlived.
+        """
+        with self._changed:
+            state = self._step(step)
+            self._wait(lambda: state.uploads_open == 0, f"uploads of step {step}")
+            state.error = state.error or error
+            return state.error
+
+    def update_over(self, step: int) -> None:
+        """The update's event is out; snapshots of the step may go on."""
+        with self._changed:
+            self._step(step).update_open = False
+            self._changed.notify_all()
+
+    def require_landed(self, step: int) -> None:
+        """Wait until update ``step`` has been reported. Raises ``TokenFailedError`` if the step failed.
+
+        A step that was not trained here (0, or a restored one) has landed.
+        """
+        with self._changed:
+            state = self._steps.get(step)
+            if state is None:
+                return
+            self._wait(lambda: not state.update_open, f"update {step}")
+            if state.error:
+                raise TokenFailedError(f"step {step} failed: {state.error}")
+
+    def clear(self) -> None:
+        with self._changed:
+            self._steps.clear()
+
+    def _step(self, step: int) -> _Step:
+        while len(self._steps) >= KEPT_STEPS and step not in self._steps:
+            del self._steps[min(self._steps)]
+        return self._steps.setdefault(step, _Step())
+
+    def _wait(self, over: Callable[[], bool], what: str) -> None:
+        if not self._changed.wait_for(over, self._timeout_s):
+            raise WaitTimeoutError(f"{what} not reported after {self._timeout_s:g} s")

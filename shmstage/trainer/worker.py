@@ -1,0 +1,341 @@
+"""The trainer's commands: asks the gate, drives the engine, and answers before the device is done.
+
+One thread calls ``attach``, ``execute`` and ``close``. Nothing it does inside a step waits for the device, with two
+exceptions that the contract names: a full set of device buffers, and snapshot copies of arrays the update donates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import jax
+
+from shmstage.errors import CheckpointError, EngineError, PeerRestartedError, PoolError, ProtocolError, ShmstageError
+from shmstage.events import JsonLines
+from shmstage.memory.identity import ProcessIdentity
+from shmstage.trainer.arguments import Arguments, for_the_record
+from shmstage.trainer.attachment import Attachment
+from shmstage.trainer.completions import Completions
+from shmstage.trainer.device_buffers import DeviceBuffers
+from shmstage.trainer.digests import param_digest
+from shmstage.trainer.engine import TrainEngine
+from shmstage.trainer.gate import COMMANDS, Gate
+from shmstage.trainer.scoring import Scorer, as_numbers
+from shmstage.trainer.snapshots import Snapshots
+from shmstage.trainer.stepper import Stepper
+from shmstage.trainer.timing import StepTiming
+from shmstage.trainer.weights import WeightsPool
+from shmstage.wire.messages import Hello, TicketEvent, TokenEvent
+
+Result = dict[str, Any]
+T = TypeVar("T")
+
+
+@final
+class Worker:
+    """Owns the engine, the device buffers and the pool of the current epoch.
+
+    ``emit`` takes token and ticket events (their number left 0) from any thread. ``verify = "full"`` hashes the arrays
+    given to the engine. ``calls_path`` records every received command. ``identity`` is needed for weight sync only.
+    ``cancelled`` is polled while waiting for a device buffer.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        *,
+        emit: Callable[[TokenEvent | TicketEvent], None],
+        device_buffers: int = 2,
+        verify: str = "digest",
+        calls_path: Path | None = None,
+        identity: ProcessIdentity | None = None,
+        incarnation: int = 1,
+        timeout_s: float = 600.0,
+        cancelled: Callable[[], bool] = lambda: False,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._engine = engine
+        self._waits_for_snapshots = not getattr(engine, "snapshots", True)
+        self._identity = identity
+        self._incarnation = incarnation
+        self._timeout_s = timeout_s
+        self._clock_ns = clock_ns
+        self._calls = JsonLines(calls_path) if calls_path is not None else None
+        self._weights: WeightsPool | None = None
+        self._updates = 0
+        self.finished = False
+        self._gate = Gate()
+        self._timing = StepTiming()
+        self._snapshots = Snapshots(emit, on_done=self._on_ticket_done, clock_ns=clock_ns)
+        self._completions = Completions(emit, self._timing, timeout_s=timeout_s, clock_ns=clock_ns)
+        self._buffers = DeviceBuffers(
+            device_buffers, self._completions.watch_upload, timeout_s=timeout_s, cancelled=cancelled
+        )
+        parts = (engine, self._gate, self._buffers, self._completions, self._snapshots)
+        self._stepper = Stepper(*parts, hash_payload=verify == "full", timeout_s=timeout_s, clock_ns=clock_ns)
+        self._scorer = Scorer(*parts, self._stepper, clock_ns)
+        self._first_checkpoint_durable = False
+        self._commands: dict[str, Callable[[Arguments], Result]] = {
+            name: getattr(self, f"_{name}") for name in sorted(COMMANDS)
+        }
+
+    # --- the two doors --------------------------------------------------------------------------------------
+
+    def attach(self, hello: Hello) -> Result:
+        """Take the pool of ``hello`` into use and return ``info``.
+
+        A new epoch drops the stage, the deferral and the old pool first and closes the gate; a repeated hello of the
+        current one only ends the withdrawn leases. ``hello.pool == ""`` lets go of the old pool without a new one.
+        """
+        self._record("hello", {"epoch": hello.epoch})
+        current = self._stepper.current
+        if current is not None and hello.epoch < current.epoch:
+            raise PeerRestartedError(f"epoch {hello.epoch} says hello, but epoch {current.epoch} has taken over")
+        if current is None or (hello.epoch, hello.pool) != (current.epoch, current.pool):
+            self._detach()
+            if hello.pool:
+                self._stepper.attach(self._guarded("hello", lambda: Attachment(hello, self._engine)))
+        if self._stepper.current is not None:
+            self._stepper.current.end_withdrawn(hello.withdrawn)
+        return self._describe()
+
+    def execute(self, command: str, arguments: Mapping[str, Any]) -> Result:
+        """Run one command. Raises an error of ``shmstage.errors``; a refused command changes nothing."""
+        self._record(command, arguments)
+        run = self._commands.get(command)
+        if run is None:
+            raise ProtocolError(f"command {command[:40]!r} is not one of {', '.join(sorted(COMMANDS))}")
+        self._read_news()
+        self._gate.admit(command)
+        return self._guarded(command, lambda: run(Arguments(command, arguments)))
+
+    def close(self) -> None:
+        """Wait for what is on the devices, end the threads, unmap, remove the weights pool."""
+        with ExitStack() as stack:  # each of them, whatever the others raise; the last named goes first
+            if self._calls is not None:
+                stack.callback(self._calls.close)
+            stack.callback(getattr(self._engine, "close", lambda: None))
+            if self._weights is not None:
+                stack.callback(self._weights.close)
+            stack.callback(self._snapshots.close)
+            stack.callback(self._completions.close)
+            stack.callback(self._detach)
+
+    # --- commands -------------------------------------------------------------------------------------------
+
+    def _info(self, given: Arguments) -> Result:
+        wanted = given.flag("param_digest")
+        given.finish()
+        return {**self._describe(), **({"param_digest": param_digest(self._engine)} if wanted else {})}
+
+    def _compile(self, given: Arguments) -> Result:
+        layout_id = given.count("layout_id")
+        given.finish()
+        example = self._stepper.attachment.example(layout_id)
+        begin = time.monotonic()
+        compile_programs = getattr(self._engine, "compile", None)
+        if compile_programs is not None:
+            compile_programs(example)
+        return {"compile_s": time.monotonic() - begin}
+
+    def _fwd_bwd(self, given: Arguments) -> Result:
+        handle, defer_update = given.handle(), given.flag("defer_update")
+        given.finish()
+        return self._stepped(self._stepper.fwd_bwd(handle, defer_update=defer_update))
+
+    def _stage_fwd_bwd(self, given: Arguments) -> Result:
+        handle = given.handle()
+        given.finish()
+        return self._stepper.stage_fwd_bwd(handle)
+
+    def _fwd_bwd_staged(self, given: Arguments) -> Result:
+        request_id, defer_update = given.text("request_id"), given.flag("defer_update")
+        given.finish()
+        return self._stepped(self._stepper.fwd_bwd_staged(request_id, defer_update=defer_update))
+
+    def _patch_staged(self, given: Arguments) -> Result:
+        request_id, fields, loss_tokens = given.text("request_id"), given.texts("fields"), given.count("loss_tokens")
+        given.finish()
+        self._scorer.patch_staged(request_id, fields, loss_tokens)
+        return {"request_id": request_id}
+
+    def _apply_deferred_update(self, given: Arguments) -> Result:
+        given.finish()
+        return self._stepped(self._stepper.apply_deferred_update())
+
+    def _update(self, given: Arguments) -> Result:
+        given.finish()
+        return self._stepped(self._stepper.update())
+
+    def _get_metrics(self, given: Arguments) -> Result:
+        step = given.count("step")
+        given.finish()
+        self._gate.admit_snapshot("get_metrics", step)
+        metrics = self._engine.metrics()
+        return self._ticket("metrics", step, lambda: as_numbers(metrics))
+
+    def _get_step_timing(self, given: Arguments) -> Result:
+        step = given.count("step")
+        given.finish()
+        return self._timing.report(step, self._clock_ns())
+
+    def _eval_step(self, given: Arguments) -> Result:
+        handle = given.handle()
+        given.finish()
+        return {"ticket": self._scorer.eval_step(handle)}
+
+    def _per_token_logps(self, given: Arguments) -> Result:
+        role = given.text("role")
+        if given.has("request_id"):
+            request_id = given.text("request_id")
+            given.finish()
+            return {"ticket": self._scorer.score_staged(request_id, role)}
+        handle = given.handle()
+        given.finish()
+        return {"ticket": self._scorer.score(handle, role)}
+
+    def _save_checkpoint(self, given: Arguments) -> Result:
+        step, metadata = given.count("step"), given.mapping("metadata")
+        given.finish()
+        self._gate.admit_snapshot("save_checkpoint", step)
+        snapshot = self._engine.save(step, metadata)
+        return self._ticket("checkpoint", step, snapshot.copy_to_host, snapshot.write, holds=True)
+
+    def _prepare_weight_sync(self, given: Arguments) -> Result:
+        version = given.count("version")
+        given.finish()
+        if self._weights is None:
+            if self._identity is None:
+                raise EngineError("prepare_weight_sync: this worker was made without an identity to own a pool with")
+            run_id = self._stepper.attachment.run_id
+            self._weights = WeightsPool(run_id, self._incarnation, self._identity, timeout_s=self._timeout_s)
+        pool, weights = self._weights, self._engine.weights()
+        return self._ticket("weights", version, lambda: pool.publish(version, weights), holds=True)
+
+    def _release_weight_sync(self, given: Arguments) -> Result:
+        version = given.count("version")
+        given.finish()
+        return {"released": self._weights is not None and self._weights.release(version)}
+
+    def _restore_checkpoint(self, given: Arguments) -> Result:
+        withdrawn = given.pairs("withdrawn")
+        given.finish()
+        # an old save must not commit after the choice below, an old failure must not be told after it
+        self._quiesce()
+        if self._stepper.current is not None:
+            self._stepper.current.end_withdrawn(withdrawn)
+        metadata = self._engine.restore()
+        if metadata is None and self._updates:
+            raise CheckpointError(
+                f"there is no checkpoint and the parameters are {self._updates} updates away from the initial ones; "
+                "start the trainer again"
+            )
+        step = None if metadata is None else int(str(metadata["step"]))
+        self._first_checkpoint_durable = False
+        self._timing.clear()
+        self._gate.restored(step)
+        return {"step": step, "metadata": dict(metadata or {})}
+
+    def _shutdown(self, given: Arguments) -> Result:
+        discard = given.flag("discard")
+        given.finish()
+        state = self._gate.state
+        if not discard and state.phase == "open" and state.deferred_step is not None:
+            self._stepped(self._stepper.apply_deferred_update())
+        self._quiesce()
+        self._read_news()
+        self.finished = True
+        failed = self._gate.state.phase == "failed"
+        return {"param_digest": "" if failed else param_digest(self._engine)}
+
+    # --- shared by them -------------------------------------------------------------------------------------
+
+    def _describe(self) -> Result:
+        state = self._gate.state
+        devices = jax.local_devices()
+        return {
+            "platform": devices[0].platform,
+            "devices": [str(device) for device in devices],
+            "engine": type(self._engine).__name__,
+            "snapshots": not self._waits_for_snapshots,
+            "gate": state.phase,
+            "deferred": state.deferred_step,
+            "staged": state.staged,
+            "last_step": state.closed_step,
+        }
+
+    def _ticket(
+        self,
+        kind: str,
+        step: int,
+        copy: Callable[[], Mapping[str, object] | None],
+        write: Callable[[], Mapping[str, object]] | None = None,
+        *,
+        holds: bool = False,
+    ) -> Result:
+        last_update = self._gate.state.closed_step
+
+        def copy_what_landed() -> Mapping[str, object] | None:
+            self._completions.health.require_landed(last_update)
+            return copy()
+
+        holds = holds or self._waits_for_snapshots
+        number = self._snapshots.submit(kind, step, copy_what_landed, write, holds=holds)
+        if self._waits_for_snapshots:
+            self._snapshots.wait_copies(self._timeout_s)
+        return {"ticket": number}
+
+    def _stepped(self, result: Result) -> Result:
+        self._updates += bool(result["updated"])
+        return result
+
+    def _on_ticket_done(self, kind: str, step: int, error: str) -> None:
+        # on a snapshot thread, before the event goes out: whoever sees it may train at once
+        if kind == "checkpoint" and step == 0 and not error:
+            self._first_checkpoint_durable = True
+
+    def _read_news(self) -> None:
+        if self._first_checkpoint_durable:
+            self._first_checkpoint_durable = False
+            self._gate.checkpoint_durable()
+        for failure in self._completions.failures():
+            if failure.kind in ("staged", "patched") and self._stepper.upload_failed(failure.request_id, failure.error):
+                continue
+            self._gate.failed(f"{failure.kind} of {failure.request_id} failed on the device: {failure.error}")
+
+    def _quiesce(self) -> None:
+        """Nothing dispatched is left undone and nothing of it is kept: stage, deferral, tickets, failures."""
+        self._stepper.reset()
+        self._completions.drain(self._timeout_s)
+        self._snapshots.join(self._timeout_s)
+        self._completions.health.clear()
+
+    def _detach(self) -> None:
+        """Unmap the pool, after everything that could still read it."""
+        current = self._stepper.current
+        self._quiesce()
+        self._read_news()
+        self._stepper.attach(None)
+        self._gate.detached()
+        if current is not None:
+            try:
+                current.close()
+            except PoolError:
+                # its memory goes with the last array over it; none of ours is left
+                pass
+
+    def _guarded(self, command: str, run: Callable[[], T]) -> T:
+        try:
+            return run()
+        except ShmstageError:
+            raise
+        except Exception as error:
+            raise EngineError(f"{command}: {type(error).__name__}: {error}") from error
+
+    def _record(self, command: str, arguments: Mapping[str, Any]) -> None:
+        if self._calls is not None:
+            self._calls.write(for_the_record(command, arguments))

@@ -1,0 +1,79 @@
+"""The command line: light to start, one line per error, the documented exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shmstage import cli
+
+HEAVY = ("jax", "numpy", "zmq", "pydantic", "rich")
+
+
+def test_help_leaves_heavy_modules_out() -> None:
+    code = (
+        "import sys\nfrom shmstage.cli import main\nassert main(['--help']) == 0\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "usage: shmstage COMMAND" in done.stdout
+
+
+def test_importing_the_package_and_listing_its_names_is_light() -> None:
+    code = f"import sys, shmstage\ndir(shmstage)\nprint([m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_can_be_had() -> None:
+    import shmstage
+
+    assert all(getattr(shmstage, name) is not None for name in shmstage.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = shmstage.Nothing
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: shmstage {command}" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fly"]) == 2
+    assert "no command 'fly'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--stage-next-microbatch"], "needs pipeline_step_boundary; add --pipeline-step-boundary"),
+        (["--slots", "1"], "slots = '1' (--slots): must be greater than or equal to 2"),
+        (["--config", "nowhere.toml"], "settings file nowhere.toml"),
+        (["--bundle", "x", "--source", "a:b"], "keep the one to train"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_print_config_shows_value_and_origin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--rows", "7", "--pipeline-step-boundary", "--print-config", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["rows"] == {"value": 7, "origin": "--rows"}
+    assert shown["boundary"] == {"value": "pipelined", "origin": "--pipeline-step-boundary"}
+    assert shown["tokens"] == {"value": 256, "origin": "default"}

@@ -1,0 +1,71 @@
+"""``shmstage compare`` says equal when all is equal, and says what is not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from command_line import run_json
+
+from shmstage.settings import BOUNDARIES, Settings
+from shmstage.testing.boundary_table import expected_calls
+from shmstage.testing.compare import problems_of
+
+
+@pytest.mark.slow
+def test_all_modes_and_the_reference_loop_are_equal(tmp_path: Path) -> None:
+    verdict = run_json(
+        "compare", "--steps", "3", "--microbatches-per-step", "2", "--checkpoint-every", "2", "--out", "out", cwd=tmp_path
+    )
+    assert verdict["equal"], verdict["problems"]
+    assert set(verdict["modes"]) == set(BOUNDARIES)
+    assert [verdict["modes"][mode]["staged_boundaries"] for mode in BOUNDARIES] == [0, 0, 2, 2]
+    digests = {mode["param_digest"] for mode in verdict["modes"].values()} | {verdict["reference"]["param_digest"]}
+    assert len(digests) == 1
+    assert verdict["reference"]["param_digest"] != verdict["reference"]["initial_param_digest"]
+
+
+SETTINGS = Settings(steps=2, microbatches_per_step=1)
+REFERENCE: dict[str, Any] = {
+    "payload_digests": [["a"], ["b"]], "denominators": [1.0, 2.0], "losses": [0.5, 0.25],
+    "initial_param_digest": "i", "param_digest": "p", "steps": 2,
+}  # fmt: skip
+GOOD: dict[str, Any] = {
+    **REFERENCE, "staged_boundaries": 1, "leaked_pools": 0,
+    "trainer_calls": expected_calls("staged_before_update", steps=2, microbatches_per_step=1),
+}  # fmt: skip
+
+
+def test_a_good_result_has_no_problems() -> None:
+    assert problems_of("staged_before_update", GOOD, REFERENCE, SETTINGS) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"payload_digests": [["a"], ["c"]]}, "payload_digests differ"),
+        ({"denominators": [1.0, 3.0]}, "denominators differ"),
+        ({"losses": [0.5, 0.26]}, "losses differ"),
+        ({"param_digest": "q"}, "param_digest differ"),
+        ({"staged_boundaries": 0}, "0 staged boundaries, wanted 1"),
+        ({"leaked_pools": 1}, "1 leaked"),
+        ({"trainer_calls": GOOD["trainer_calls"][:-1]}, "was nothing, wanted get_metrics 2"),
+        (
+            {"trainer_calls": [c.replace("apply_deferred_update", "update") for c in GOOD["trainer_calls"]]},
+            "was update, wanted apply_deferred_update",
+        ),
+    ],
+)
+def test_every_difference_is_a_problem(change: dict[str, Any], said: str) -> None:
+    problems = problems_of("staged_before_update", {**GOOD, **change}, REFERENCE, SETTINGS)
+    assert len(problems) == 1
+    assert said in problems[0]
+
+
+def test_missing_payload_digests_are_a_problem() -> None:
+    reference = {**REFERENCE, "payload_digests": [[""], [""]]}
+    assert problems_of("serial", {**GOOD, **reference}, reference, SETTINGS)

@@ -1,0 +1,143 @@
+"""One run from one command: real processes, real shared memory, real sockets, real JAX."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from command_line import finish, is_running, pids, run_json, start, wait_for_step, wait_until_gone
+
+pytestmark = pytest.mark.slow
+STAGED = ("--pipeline-step-boundary", "--stage-next-microbatch")
+
+
+def shm_of_ours() -> list[str]:
+    return [p.name for p in Path("/dev/shm").iterdir() if p.name.startswith("shmstage.")]
+
+
+def test_a_staged_run_trains_every_step_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    summary = run_json("run", "--steps", "4", *STAGED, "--out", "out", cwd=tmp_path)
+    assert (summary["steps"], summary["mode"], summary["staged_boundaries"]) == (4, "staged_before_update", 3)
+    assert summary["leaked_pools"] == 0
+    assert summary["param_digest"] != summary["initial_param_digest"]
+    assert len(summary["digests"]) == 4
+    assert all(len(step) == 3 for step in summary["digests"])
+    assert all(denominator > 0 for denominator in summary["denominators"])
+    assert summary["boundary_idle_s"]["max"] >= summary["boundary_idle_s"]["median"] >= 0
+    assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
+    lines = [json.loads(line) for line in (tmp_path / "out" / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["staged"] for line in lines] == [False, True, True, True]
+    assert set(pids(tmp_path / "out")) == {"launcher", "orchestrator", "trainer"}
+
+
+def write_questions(path: Path, count: int) -> None:
+    """Texts tokenised by bytes with made-up advantages: a JSONL file that is not ours."""
+    with path.open("w") as file:
+        for i in range(count):
+            text = f"What is {i} times {i + 3}?" + " Think first." * (i % 5) + f" {i * (i + 3)}"
+            tokens = list(text.encode())
+            record = {
+                "tokens": tokens, "loss_mask": [0] * 12 + [1] * (len(tokens) - 12), "advantages": (-1.0) ** i,
+                "old_logprobs": [-2.0] * len(tokens),
+            }  # fmt: skip
+            file.write(json.dumps(record) + "\n")
+
+
+def test_one_pass_over_an_imported_bundle_trains_every_trajectory_exactly_once(tmp_path: Path) -> None:
+    write_questions(tmp_path / "q.jsonl", 150)
+    imported = run_json("bundle", "import", "q.jsonl", "bundle", cwd=tmp_path)
+    assert imported["trajectories"] == 150
+    for mode in ("serial", "staged_before_update"):
+        summary = run_json("run", "--passes", "1", "--bundle", "bundle", "--boundary", mode, "--out", mode, cwd=tmp_path)
+        counted: Counter[str] = Counter()
+        for line in (tmp_path / mode / "steps.jsonl").read_text().splitlines():
+            counted.update(json.loads(line)["trajectory_ids"])
+        assert len(counted) == 150
+        assert set(counted.values()) == {1}
+        assert summary["trajectories"] == {"distinct": 150, "trained": 150, "min_times": 1, "max_times": 1}
+
+
+def test_a_resumed_run_ends_where_an_undisturbed_one_does(tmp_path: Path) -> None:
+    common = ("--checkpoint-every", "2", *STAGED)
+    whole = run_json("run", "--steps", "5", *common, "--out", "whole", cwd=tmp_path)
+    run_json("run", "--steps", "3", *common, "--out", "parts", cwd=tmp_path)
+    code, _, err = finish(start("run", "--steps", "5", *common, "--out", "parts", cwd=tmp_path))
+    assert code == 2
+    assert "add --resume" in err
+    parts = run_json("run", "--steps", "5", *common, "--resume", "--out", "parts", cwd=tmp_path)
+    for key in ("param_digest", "digests", "denominators", "losses", "steps"):
+        assert parts[key] == whole[key], key
+    attempts = [json.loads(line)["attempt"] for line in (tmp_path / "parts" / "steps.jsonl").read_text().splitlines()]
+    assert attempts == [1, 1, 2, 2, 2]
+
+
+def test_a_killed_trainer_ends_the_run_with_one_line_and_nothing_left(tmp_path: Path) -> None:
+    process = start("run", "--steps", "10000", *STAGED, "--out", "out", cwd=tmp_path)
+    wait_for_step(process, 2)
+    who = pids(tmp_path / "out")
+    os.kill(who["trainer"], signal.SIGKILL)
+    code, out, err = finish(process)
+    assert code == 6
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("PeerLostError: the trainer")
+    assert "trainer.log" in last
+    assert out == ""
+    wait_until_gone(who["orchestrator"])
+
+
+def test_a_killed_orchestrator_ends_the_run_with_one_line_and_nothing_left(tmp_path: Path) -> None:
+    process = start("run", "--steps", "10000", *STAGED, "--out", "out", cwd=tmp_path)
+    wait_for_step(process, 2)
+    who = pids(tmp_path / "out")
+    os.kill(who["orchestrator"], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 6
+    assert err.strip().splitlines()[-1].startswith("PeerLostError: the orchestrator")
+    wait_until_gone(who["trainer"])
+
+
+def test_children_of_a_killed_launcher_stop_by_themselves(tmp_path: Path) -> None:
+    process = start("run", "--steps", "10000", *STAGED, "--out", "out", cwd=tmp_path)
+    wait_for_step(process, 2)
+    who = pids(tmp_path / "out")
+    process.kill()
+    finish(process)
+    wait_until_gone(who["orchestrator"], who["trainer"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_everything_in_good_order(number: signal.Signals, tmp_path: Path) -> None:
+    process = start("run", "--steps", "10000", *STAGED, "--out", "out", cwd=tmp_path)
+    wait_for_step(process, 2)
+    who = pids(tmp_path / "out")
+    process.send_signal(number)
+    code, _, err = finish(process)
+    assert code == 130, err
+    assert not any(is_running(pid) for pid in who.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--bundle", "nowhere"), "BundleError: "),
+        (("--engine", "no_such_module:make"), "PluginError: "),
+        (("--source", "json:nothing"), "PluginError: "),
+        (("--rows", "65536", "--tokens", "65536"), "BudgetError: "),
+    ],
+)
+def test_bad_input_is_one_line_exit_2_and_nothing_left(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    code, out, err = finish(start("run", *arguments, "--out", "out", cwd=tmp_path))
+    assert code == 2, err
+    assert out == ""
+    errors = [line for line in err.splitlines() if "Error" in line]
+    assert len(errors) == 1
+    assert errors[0].startswith(said)
+    assert "Traceback" not in err

@@ -1,0 +1,108 @@
+"""What a sweep takes and what it leaves, in one process; killed owners are in test_processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from pool_making import LAYOUT, RUN, Ends
+
+from shmstage.memory.identity import ProcessIdentity
+from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, new_name
+from shmstage.memory.pool import Pool
+from shmstage.memory.sweep import list_objects, sweep
+
+
+@pytest.fixture
+def leave_file() -> Iterator[Callable[..., str]]:
+    paths: list[str] = []
+
+    def leave(name: str, content: bytes = b"") -> str:
+        paths.append(os.path.join(SHM_DIR, name))
+        with open(paths[-1], "wb") as file:
+            file.write(content)
+        return name
+
+    yield leave
+    for path in paths:
+        if os.path.lexists(path):
+            os.unlink(path)
+
+
+def test_an_abandoned_lock_and_a_half_made_pool_are_swept(leave_file: Callable[..., str]) -> None:
+    lock, empty, short = new_name(RUN) + LOCK_SUFFIX, new_name(RUN), new_name(RUN)
+    for name, content in ((lock, b""), (empty, b""), (short, b"\0" * 5000)):
+        leave_file(name, content)
+    swept = {one.name: one.reason for one in sweep(RUN)}
+    assert swept.keys() == {lock, empty, short}
+    assert swept[empty] == swept[short] == "half made, and nobody is making it"
+    assert sweep(RUN) == []
+
+
+def test_what_someone_is_making_or_sweeping_right_now_is_skipped(leave_file: Callable[..., str]) -> None:
+    name = leave_file(new_name(RUN))
+    with open(os.path.join(SHM_DIR, name), "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert sweep(RUN) == []
+    assert [one.name for one in sweep(RUN)] == [name]
+
+
+def test_foreign_names_links_and_directories_are_left_alone(leave_file: Callable[..., str]) -> None:
+    theirs = leave_file("psm_shmstage_test")
+    target = leave_file("shmstage_test_target")
+    link = new_name(RUN)
+    os.symlink(os.path.join(SHM_DIR, target), os.path.join(SHM_DIR, link))
+    directory = os.path.join(SHM_DIR, new_name(RUN))
+    os.mkdir(directory)
+    try:
+        assert sweep(RUN) == []
+        assert theirs in os.listdir(SHM_DIR) and target in os.listdir(SHM_DIR)
+    finally:
+        os.unlink(os.path.join(SHM_DIR, link))
+        os.rmdir(directory)
+
+
+def test_another_users_file_is_skipped_not_fatal(
+    leave_file: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = leave_file(new_name(RUN))
+    os_open = os.open
+
+    def refused(path: str, *more: int) -> int:
+        if path.endswith(name):
+            raise PermissionError(13, "Permission denied")
+        return os_open(path, *more)
+
+    monkeypatch.setattr(os, "open", refused)
+    assert sweep(RUN) == []
+    monkeypatch.undo()
+    if os.getuid() == 0:
+        os.chown(os.path.join(SHM_DIR, name), 54321, -1)
+        assert sweep(RUN) == []  # a name may say anything; the file's owner decides
+
+
+def test_a_sweep_of_one_run_leaves_other_runs_alone(leave_file: Callable[..., str]) -> None:
+    other = leave_file(new_name(RUN + "-other"))
+    assert sweep(RUN) == []
+    assert list_objects(RUN) == [] and list_objects(RUN + "-other") == [other]
+    assert [one.name for one in sweep(RUN + "-other")] == [other]
+
+
+def test_the_pool_of_a_living_process_survives_the_loss_of_its_lock_file(ends: Ends) -> None:
+    # A tidy-up script removed it. The process in the header still runs, so its death is not proven.
+    os.unlink(ends.reader.owner.lock_path)
+    assert sweep(RUN) == []
+    assert list_objects(RUN) == [ends.pool.name[1:]]
+
+
+def test_a_pool_that_outlived_its_identity_in_another_life_is_swept(
+    identity: ProcessIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "start_ticks", identity.start_ticks + 1)  # this pid, but an earlier process
+    pool = Pool.create(RUN, epoch=1, layouts=[LAYOUT], slots=1, identity=identity)
+    assert sweep(RUN) == []
+    identity.close()
+    assert [one.name for one in sweep(RUN)] == [pool.name[1:]]
+    pool.close()

@@ -1,0 +1,273 @@
+"""The program gives the schedule hands: what it does when calls are lost, commands raise or device work fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shmstage.errors import EngineError, RunFailedError, StoppedError, TokenFailedError, WaitTimeoutError
+from shmstage.memory.handle import Handle
+from shmstage.orchestrator.feeder import EndOfInput, PackedMicrobatch
+from shmstage.orchestrator.ledger import Ledger
+from shmstage.orchestrator.program import Program
+from shmstage.orchestrator.schedule import Config
+from shmstage.orchestrator.summary import summarise
+from shmstage.orchestrator.trainer_client import TrainerClient
+from shmstage.settings import BOUNDARIES, Boundary
+from shmstage.testing.boundary_table import expected_calls, received_calls
+from shmstage.wire.messages import TicketEvent, TokenEvent, handle_from_wire
+
+MS = 1_000_000
+
+
+class InstantTrainer:
+    """Stands where the transport client stands; every command is done when it returns, its events come next."""
+
+    def __init__(self) -> None:
+        self.received: list[dict[str, Any]] = []
+        self.pending: list[TokenEvent | TicketEvent] = []
+        self.fail: dict[str, Callable[[dict[str, Any]], None]] = {}
+        self.bad_token: str | None = None
+        self.bad_ticket: str | None = None
+        self.staged: Handle | None = None
+        self.step = 0
+        self.now = 0
+        self.ticket = 0
+
+    def wake(self) -> None:
+        return
+
+    def events(self, timeout_s: float = 0.0) -> list[TokenEvent | TicketEvent]:
+        found, self.pending = self.pending, []
+        return found
+
+    def call(self, command: str, arguments: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        handle = handle_from_wire(arguments["handle"]) if "handle" in arguments else self.staged
+        record = {"command": command, **{k: v for k, v in arguments.items() if k != "handle"}}
+        if command in ("fwd_bwd", "stage_fwd_bwd", "fwd_bwd_staged"):
+            assert handle is not None
+            record |= {"step": handle.step, "index": handle.index}
+        if command in self.fail:
+            self.fail[command](record)
+        self.received.append(record)
+        self.now += MS
+        if command == "stage_fwd_bwd":
+            self.staged = handle
+            self._token("staged", handle)
+            return {"request_id": handle.request_id} if handle else {}
+        if command in ("fwd_bwd", "fwd_bwd_staged"):
+            return self._forward(command, handle, bool(arguments["defer_update"]))
+        if command in ("apply_deferred_update", "update"):
+            self._update()
+            return {"updated": True, "snapshot_wait_s": 0.0}
+        self.ticket += 1
+        self.pending.append(self._ticket_event(command))
+        return {"ticket": self.ticket}
+
+    def _forward(self, command: str, handle: Handle | None, defer: bool) -> dict[str, Any]:
+        assert handle is not None
+        self.step = handle.step
+        if command == "fwd_bwd":
+            self._token("staged", handle)
+        else:
+            self.staged = None
+        self._token("fwd_bwd", handle)
+        updated = handle.is_final and not defer
+        if updated:
+            self._update()
+        return {
+            "request_id": handle.request_id, "updated": updated, "upload_s": 0.001, "snapshot_wait_s": 0.0,
+            "payload_digest": "",
+        }  # fmt: skip
+
+    def _update(self) -> None:
+        self.now += MS
+        self.pending.append(
+            TokenEvent(
+                number=0, kind="update", request_id=f"update.{self.step}", step=self.step, index=0,
+                ok=self.bad_token != "update", error="boom",
+                stamps={"dispatch_begin_ns": self.now - MS, "dispatch_end_ns": self.now, "ready_ns": self.now},
+            )
+        )  # fmt: skip
+
+    def _token(self, kind: str, handle: Handle | None) -> None:
+        assert handle is not None
+        self.now += MS
+        stamps = {"dispatch_begin_ns": self.now - MS, "dispatch_end_ns": self.now, "ready_ns": self.now}
+        if kind == "staged":
+            stamps = {"upload_begin_ns": self.now - MS, "staged_ready_ns": self.now}
+        ok = self.bad_token != kind
+        self.pending.append(TokenEvent(0, kind, handle.request_id, handle.step, handle.index, ok, "boom", stamps))
+
+    def _ticket_event(self, command: str) -> TicketEvent:
+        value = {"loss": 0.5, "grad_norm": 1.0, "denominator": 8.0} if command == "get_metrics" else {}
+        return TicketEvent(0, self.ticket, command, self.step, self.bad_ticket != command, value, "disk full", {})
+
+
+class ImmediateFeeder:
+    """Delivers each micro-batch the moment it is allowed to."""
+
+    def __init__(self, per_step: int, count: int | None, error: BaseException | None = None) -> None:
+        self.per_step = per_step
+        self.count = count
+        self.error = error
+        self.next = 0
+        self.ended = False
+        self.limit = (0, -1)
+        self.deliver: Callable[[Any], None] = lambda event: None
+
+    def start(self) -> None:
+        self.allow(self.limit)
+
+    def allow(self, limit: tuple[int, int]) -> None:
+        self.limit = limit
+        while not self.ended:
+            step, index = self.next // self.per_step + 1, self.next % self.per_step
+            if self.count is not None and self.next >= self.count:
+                self.ended = True
+                self.deliver(EndOfInput(self.error))
+                return
+            if (step, index) > limit:
+                return
+            self.next += 1
+            handle = Handle(0, 2 * self.next, 1, bytes(16), 1, step, index, index == self.per_step - 1, 8, 1)
+            self.deliver(PackedMicrobatch(handle, (), 8, 1, 0.0, 0.0, 0.0, 0))
+
+
+def make(
+    mode: Boundary,
+    trainer: InstantTrainer,
+    *,
+    steps: int | None = 4,
+    count: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    feeder_error: BaseException | None = None,
+) -> tuple[Program, ImmediateFeeder, list[dict[str, Any]]]:
+    lines: list[dict[str, Any]] = []
+    ledger = Ledger(mode=mode, tokens_per_microbatch=8, rows=1, slot_nbytes=64)
+    program = Program(
+        Config(mode, 3, steps), TrainerClient(trainer, timeout_s=1.0), ledger,  # type: ignore[arg-type]
+        write_step=lines.append, stop_requested=stop, call_timeout_s=5.0,
+    )  # fmt: skip
+    feeder = ImmediateFeeder(3, count if count is not None else (steps or 0) * 3, feeder_error)
+    feeder.deliver = program.deliver
+    return program, feeder, lines
+
+
+def run(program: Program, feeder: ImmediateFeeder) -> None:
+    program.run(feeder)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", BOUNDARIES)
+def test_the_trainer_receives_the_contracts_commands_and_each_step_gets_one_line(mode: Boundary) -> None:
+    trainer = InstantTrainer()
+    program, feeder, lines = make(mode, trainer)
+    run(program, feeder)
+    assert received_calls(trainer.received) == expected_calls(mode, steps=4, microbatches_per_step=3)[1:]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    summary = summarise(lines)
+    assert summary["denominators"] == [8.0] * 4
+    assert summary["staged_boundaries"] == (3 if mode.startswith("staged") else 0)
+    assert all((line["not_staged_because"] is None) == line["staged"] for line in lines)
+
+
+def test_a_stage_lost_on_the_way_is_said_once_and_the_run_goes_on_unstaged(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = InstantTrainer()
+
+    def lose(record: dict[str, Any]) -> None:
+        if record["step"] == 2 and record["index"] == 0:
+            raise WaitTimeoutError("no answer")
+
+    trainer.fail["stage_fwd_bwd"] = lose
+    program, feeder, lines = make("staged_before_update", trainer)
+    run(program, feeder)
+    assert capsys.readouterr().out.count("staging is off for the rest of the run: no answer") == 1
+    assert [line["staged"] for line in lines] == [False] * 4
+    assert lines[1]["not_staged_because"] == "staging was switched off"
+    commands = [r["command"] for r in trainer.received]
+    assert commands.count("apply_deferred_update") == 1
+
+
+def test_a_stage_that_raised_ends_the_run_after_update_and_checkpoint_with_its_error() -> None:
+    trainer = InstantTrainer()
+
+    def fail(record: dict[str, Any]) -> None:
+        if record["step"] == 3 and record["index"] == 0:
+            raise EngineError("out of device memory")
+
+    trainer.fail["stage_fwd_bwd"] = fail
+    program, feeder, lines = make("staged_before_update", trainer)
+    with pytest.raises(EngineError, match="out of device memory"):
+        run(program, feeder)
+    assert [r["command"] for r in trainer.received][-3:] == ["apply_deferred_update", "get_metrics", "save_checkpoint"]
+    assert [line["step"] for line in lines] == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["fwd_bwd", "update", "staged"])
+def test_a_failed_token_ends_the_run_and_names_step_and_microbatch(kind: str) -> None:
+    trainer = InstantTrainer()
+    trainer.bad_token = kind
+    program, feeder, lines = make("staged_before_update", trainer)
+    with pytest.raises(TokenFailedError, match=rf"{kind} of step 1, micro-batch \d failed on the device: boom"):
+        run(program, feeder)
+    assert lines == []
+
+
+@pytest.mark.parametrize("command", ["get_metrics", "save_checkpoint"])
+def test_a_failed_ticket_ends_the_run(command: str) -> None:
+    trainer = InstantTrainer()
+    trainer.bad_ticket = command
+    program, feeder, _ = make("serial", trainer)
+    with pytest.raises(RunFailedError, match=f"{command} of step .* failed: disk full"):
+        if command == "save_checkpoint":
+            program.save_first_checkpoint()
+        run(program, feeder)
+
+
+def test_a_step_line_that_cannot_be_written_never_ends_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = InstantTrainer()
+    program, feeder, lines = make("pipelined", trainer)
+
+    def refuse(line: dict[str, Any]) -> None:
+        raise OSError("disk full")
+
+    program._write_step = refuse
+    run(program, feeder)
+    assert "step line 1 was not written: disk full" in capsys.readouterr().out
+    assert received_calls(trainer.received)[-1] == "get_metrics 4"
+
+
+def test_an_update_the_trainer_ran_against_the_plan_is_noticed() -> None:
+    trainer = InstantTrainer()
+    original = trainer._forward
+    trainer._forward = lambda command, handle, defer: {**original(command, handle, defer), "updated": True}  # type: ignore[method-assign]
+    program, feeder, _ = make("serial", trainer)
+    with pytest.raises(RunFailedError, match="the trainer ran the update"):
+        run(program, feeder)
+
+
+def test_an_error_in_the_feeder_ends_the_run_with_that_error() -> None:
+    program, feeder, _ = make("serial", InstantTrainer(), steps=None, count=4, feeder_error=EngineError("bad input"))
+    with pytest.raises(EngineError, match="bad input"):
+        run(program, feeder)
+
+
+def test_a_stop_while_an_update_is_deferred_applies_it_first() -> None:
+    trainer = InstantTrainer()
+    deferred = lambda: any(r.get("defer_update") for r in trainer.received)  # noqa: E731
+    program, feeder, lines = make("staged_before_update", trainer, stop=deferred)
+    with pytest.raises(StoppedError, match="after step 1"):
+        run(program, feeder)
+    assert [r["command"] for r in trainer.received][-2:] == ["apply_deferred_update", "get_metrics"]
+    assert [line["step"] for line in lines] == [1]
+
+
+@pytest.mark.parametrize("mode", BOUNDARIES)
+def test_input_that_ends_inside_a_step_still_gives_a_complete_last_line(mode: Boundary) -> None:
+    trainer = InstantTrainer()
+    program, feeder, lines = make(mode, trainer, steps=None, count=7)
+    run(program, feeder)
+    assert [line["microbatches"] for line in lines] == [3, 3, 1]
+    assert [r["command"] for r in trainer.received].count("update") == 1

@@ -1,0 +1,97 @@
+"""Admission of requests, without sockets or threads."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmstage.transport.request_log import Admission, RequestLog
+
+
+def test_new_request_executes_once() -> None:
+    log = RequestLog()
+    assert log.admit(1)[0] is Admission.EXECUTE
+    assert log.begin(1)
+    assert not log.begin(1)
+
+
+def test_retry_of_a_queued_or_running_request_joins_it() -> None:
+    log = RequestLog()
+    log.admit(1)
+    assert log.admit(1) == (Admission.JOIN, b"")
+    log.begin(1)
+    assert log.admit(1) == (Admission.JOIN, b"")
+
+
+def test_retry_of_a_finished_request_is_answered_from_memory() -> None:
+    log = RequestLog()
+    log.admit(1)
+    log.begin(1)
+    log.finish(1, b"reply")
+    assert log.admit(1) == (Admission.ANSWER, b"reply")
+    assert log.admit(1) == (Admission.ANSWER, b"reply")
+
+
+def test_higher_sequence_cancels_lower_ones_not_begun() -> None:
+    log = RequestLog()
+    for sequence in (1, 2, 3):
+        log.admit(sequence)
+    assert not log.begin(1) and not log.begin(2) and log.begin(3)
+    assert log.admit(1)[0] is Admission.CANCELLED
+
+
+def test_higher_sequence_leaves_a_running_one_alone() -> None:
+    log = RequestLog()
+    log.admit(1)
+    log.begin(1)
+    log.admit(2)
+    log.finish(1, b"late")
+    assert log.admit(1) == (Admission.ANSWER, b"late")
+    assert log.begin(2)
+
+
+def test_lower_sequence_that_arrives_after_a_higher_one_never_runs() -> None:
+    log = RequestLog()
+    log.admit(5)
+    assert log.admit(4)[0] is Admission.CANCELLED
+    assert not log.begin(4)
+
+
+def test_end_of_the_session_cancels_what_has_not_begun() -> None:
+    log = RequestLog()
+    log.admit(1)
+    log.cancel_queued()
+    assert not log.begin(1)
+
+
+def test_memory_of_replies_is_bounded_and_never_forgets_a_running_call() -> None:
+    log = RequestLog(replies_kept=4)
+    log.admit(1)
+    log.begin(1)
+    for sequence in range(2, 50):
+        log.admit(sequence)
+        log.begin(sequence)
+        log.finish(sequence, b"%d" % sequence)
+    log.finish(1, b"one")
+    assert log.admit(1) == (Admission.ANSWER, b"one")
+    log.admit(50)
+    log.begin(50)
+    log.finish(50, b"50")
+    log.admit(51)
+    assert len(log._entries) == 4
+    assert log.admit(2)[0] is Admission.CANCELLED
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["admit", "begin", "finish"]), st.integers(1, 6)), max_size=40))
+def test_nothing_begins_twice_whatever_is_retried(steps: list[tuple[str, int]]) -> None:
+    log = RequestLog()
+    begun: list[int] = []
+    for step, sequence in steps:
+        if step == "admit":
+            log.admit(sequence)
+        elif step == "begin" and log.begin(sequence):
+            begun.append(sequence)
+        elif step == "finish" and sequence in begun:
+            log.finish(sequence, b"done")
+    assert begun == sorted(set(begun))

@@ -1,0 +1,178 @@
+"""Client and server over real sockets: two threads here, two processes there."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from shmstage.errors import PeerLostError, TransportError
+from shmstage.memory.identity import PeerWatch
+from shmstage.transport.client import Client
+from shmstage.transport.endpoints import endpoint_for
+from shmstage.transport.server import Server
+from shmstage.transport.zmq import ZmqChannel, ZmqServerChannel
+from shmstage.wire.codec import decode, encode
+from shmstage.wire.messages import PROTOCOL_VERSION, Hello, Message, Ping, Pong, Reply, Request, TokenEvent, Welcome
+
+WAIT_S = 20.0
+HELLO = Hello(PROTOCOL_VERSION, "run", 1, "/shmstage.p", [], [], "", 1, 2)
+WELCOME = Welcome(PROTOCOL_VERSION, 7, 42, 9, "", {})
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server(ZmqServerChannel.bind(endpoint_for("run", "trainer")), incarnation=7)
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def channel(server: Server) -> Iterator[ZmqChannel]:
+    channel = ZmqChannel.connect(endpoint_for("run", "trainer"))
+    yield channel
+    channel.close()
+
+
+def send(channel: ZmqChannel, message: Message) -> None:
+    assert channel.send(encode(message))
+
+
+def receive(channel: ZmqChannel) -> Message:
+    frame = channel.recv(WAIT_S)
+    assert frame is not None
+    return decode(frame)
+
+
+def open_session(server: Server, channel: ZmqChannel) -> None:
+    send(channel, HELLO)
+    pending = server.next_request(WAIT_S)
+    assert pending is not None and pending.hello == HELLO
+    pending.welcome(WELCOME)
+    assert isinstance(receive(channel), Welcome)
+
+
+def test_pings_are_answered_while_the_executor_sits_in_a_long_call(server: Server, channel: ZmqChannel) -> None:
+    open_session(server, channel)
+    send(channel, Request(1, 7, 1, "fwd_bwd", {}))
+    running = server.next_request(WAIT_S)
+    assert running is not None  # from here on this thread is in the call
+    for number in (1, 2):
+        send(channel, Ping(number))
+        assert receive(channel) == Pong(number, "fwd_bwd #1", 0)
+    running.reply({})
+    assert receive(channel) == Reply(1, True, {}, "", "")
+    send(channel, Ping(3))
+    assert receive(channel) == Pong(3, "", 0)
+
+
+def test_events_are_sent_while_the_executor_sits_in_a_long_call(server: Server, channel: ZmqChannel) -> None:
+    open_session(server, channel)
+    send(channel, Request(1, 7, 1, "fwd_bwd", {}))
+    assert server.next_request(WAIT_S) is not None
+    threads = [
+        threading.Thread(target=lambda: server.emit(TokenEvent(0, "fwd_bwd", "0.0@0:2", 0, 0, True, "", {})))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    numbers = []
+    for _ in threads:
+        event = receive(channel)
+        assert isinstance(event, TokenEvent)
+        numbers.append(event.number)
+    for thread in threads:
+        thread.join()
+    assert numbers == [1, 2, 3, 4]
+
+
+def test_answer_given_just_before_close_still_arrives(server: Server, channel: ZmqChannel) -> None:
+    open_session(server, channel)
+    send(channel, Request(1, 7, 1, "shutdown", {}))
+    pending = server.next_request(WAIT_S)
+    assert pending is not None
+    pending.reply({"param_digest": "ab"})
+    server.close()
+    assert receive(channel) == Reply(1, True, {"param_digest": "ab"}, "", "")
+
+
+def test_client_and_server_in_two_threads(server: Server) -> None:
+    answers: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def ask() -> None:
+        client = Client(ZmqChannel.connect(endpoint_for("run", "trainer")))
+        try:
+            answers.put(client.hello(HELLO, WAIT_S))
+            answers.put(client.call("echo", {"n": 1}, timeout_s=WAIT_S))
+            answers.put([event.number for event in client.events(WAIT_S)])
+        finally:
+            client.close()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    hello = server.next_request(WAIT_S)
+    assert hello is not None
+    hello.welcome(WELCOME)
+    echo = server.next_request(WAIT_S)
+    assert echo is not None
+    server.emit(TokenEvent(0, "fwd_bwd", "0.0@0:2", 0, 0, True, "", {}))
+    echo.reply(echo.arguments)
+    thread.join()
+    assert [answers.get() for _ in range(3)][1:] == [{"n": 1}, [1]]
+
+
+def test_receiving_thread_that_died_is_reported_to_everybody(
+    server: Server, channel: ZmqChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(message: Message) -> bytes:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("shmstage.transport.server.encode", broken)
+    send(channel, Ping(1))
+    with pytest.raises(TransportError, match="has stopped: broken"):
+        server.next_request(WAIT_S)
+    with pytest.raises(TransportError, match="has stopped"):
+        server.emit(TokenEvent(0, "fwd_bwd", "0.0@0:2", 0, 0, True, "", {}))
+
+
+def test_trainer_killed_in_a_call_is_peer_lost() -> None:
+    endpoint = endpoint_for("run", "victim")
+    code = f"""
+import os, signal
+from shmstage.memory.identity import ProcessIdentity
+from shmstage.transport.server import Server
+from shmstage.transport.zmq import ZmqServerChannel
+from shmstage.wire.messages import PROTOCOL_VERSION, Welcome
+identity = ProcessIdentity.create("run", "trainer")
+print(identity.lock_path, flush=True)
+server = Server(ZmqServerChannel.bind({endpoint!r}), incarnation=7)
+server.start()
+me = identity.pid, identity.start_ticks, identity.lock_path
+server.next_request(20).welcome(Welcome(PROTOCOL_VERSION, 7, *me, {{}}))
+server.next_request(20)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    client = Client(ZmqChannel.connect(endpoint))
+    assert process.stdout is not None
+    lock_path = process.stdout.readline().strip()
+    try:
+        welcome = client.hello(HELLO, WAIT_S)
+        client.peer = PeerWatch(welcome.lock_path, welcome.pid, welcome.start_ticks)
+        with pytest.raises(PeerLostError, match=rf"trainer {process.pid} .*is dead; it left no answer to fwd_bwd"):
+            client.call("fwd_bwd", {}, timeout_s=WAIT_S)
+        client.peer.close()
+    finally:
+        client.close()
+        process.kill()
+        process.stdout.close()
+        assert process.wait() == -signal.SIGKILL
+        os.unlink(lock_path)
+        ZmqServerChannel.bind(endpoint).close()  # takes the dead one's socket file with it
