@@ -162,6 +162,8 @@ class Headers {
     bool is_free(std::uint32_t slot) const { return shmstage::is_free(checked(), checked_slot(slot)); }
     void wake_all() const { shmstage::wake_all(checked()); }
 
+    std::uint32_t waiter_count() const { return shmstage::load_ordered(pool().waiter_count); }
+
     std::uint64_t generation(std::uint32_t slot) const {
         return shmstage::load_acquire(checked().slots[checked_slot(slot)].generation);
     }
@@ -244,6 +246,7 @@ void bind_memory(py::module_& module) {
         .def("end_lease", &Headers::end_lease)
         .def("is_free", &Headers::is_free)
         .def("wake_all", &Headers::wake_all)
+        .def("waiter_count", &Headers::waiter_count)
         .def("generation", &Headers::generation)
         .def("slot_state", &Headers::slot_state)
         .def("late_version", &Headers::late_version)

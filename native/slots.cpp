@@ -135,7 +135,6 @@ LeaseState lease_state(const Slots& pool, std::uint32_t slot, std::uint64_t gene
     fence_acquire();
     const std::uint64_t current = load_acquire(header.generation);
     if ((generation & 1) != 0 || generation == 0 || generation > current) return LeaseState::kNotPublished;
-    if (generation != current) return LeaseState::kMovedOn;
     const std::uint64_t mask = load_acquire(header.target_mask);
     const std::uint32_t published_layout = load_relaxed(header.layout_id);
     // The words above belong to `generation` only if it is still the slot's.

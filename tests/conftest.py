@@ -12,7 +12,7 @@ import pytest
 
 SHM = Path("/dev/shm")
 #: threads of libraries that live as long as the process; none of them is ours
-FOREIGN_THREADS = ("pytest_timeout", "ThreadPoolExecutor", "asyncio", "grpc", "metadata_store", "execnet", "base_pytree")
+FOREIGN_THREADS = ("pytest_timeout", "ThreadPoolExecutor", "asyncio", "metadata_store", "execnet", "base_pytree")
 
 
 def shared_memory_objects() -> set[str]:

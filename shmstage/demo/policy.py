@@ -9,8 +9,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError
-from safetensors import numpy as safetensors
+import safetensors
+from safetensors import numpy as safetensors_numpy
 
 from shmstage.demo.model import Params
 from shmstage.errors import BundleError
@@ -34,7 +34,7 @@ def encode_policy(params: Params) -> bytes:
         for outer, value in params.items()
         for inner, leaf in (value.items() if isinstance(value, dict) else [("", value)])
     }
-    data: bytes = safetensors.save(dict(sorted(flat.items())))
+    data: bytes = safetensors_numpy.save(dict(sorted(flat.items())))
     return data
 
 
@@ -56,12 +56,16 @@ def read_policy(directory: Path) -> Params:
     if got != want:
         raise BundleError(f"{file} has sha256 {got}, the manifest says {want}; {_REMEDY}")
     try:
-        flat = safetensors.load(data)
-    except SafetensorError as error:
+        # The library's numpy reader does not know bfloat16; its raw reader does.
+        flat = safetensors.deserialize(data)
+    except safetensors.SafetensorError as error:
         raise BundleError(f"{file} is not a safetensors file: {error}; {_REMEDY}") from None
     params: Params = {}
-    for name, array in flat.items():
+    for name, entry in flat:
+        if entry["dtype"] != "BF16":
+            raise BundleError(f"{file}: {name} has dtype {entry['dtype']}, wants BF16; {_REMEDY}")
         outer, _, inner = name.partition("/")
+        array = np.frombuffer(entry["data"], ml_dtypes.bfloat16).reshape(entry["shape"])
         leaf = jnp.asarray(array.astype(np.float32))
         if inner:
             params.setdefault(outer, {})[inner] = leaf

@@ -83,7 +83,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     idle, step = summary["boundary_idle_s"], summary["step_s"]
     seen = summary["trajectories"]
     rows = [
-        ("steps", f"{summary['steps']} of {summary['microbatches_per_step']} micro-batches"),
+        ("steps", f"{summary['steps']}, {summary['microbatches_per_step']} micro-batches each"),
         ("mode", summary["mode"]),
         ("staged boundaries", f"{summary['staged_boundaries']}"),
         ("step time, median", _ms(step["median"])),

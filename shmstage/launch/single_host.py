@@ -21,7 +21,7 @@ from shmstage.settings import Settings
 
 POLL_S = 0.1
 #: how long the second child may take to notice the death of the first before it is stopped
-NOTICE_S = 5.0
+NOTICE_S = 2.0
 
 
 class Progress(Protocol):
@@ -108,7 +108,7 @@ def _settle(children: dict[str, Child], settings: Settings) -> None:
     elif orchestrator.exit_code() is None:
         orchestrator.wait(NOTICE_S)
     else:
-        trainer.wait(NOTICE_S / 5)
+        trainer.wait(NOTICE_S / 2)
 
 
 def _failure(out: Path, children: dict[str, Child]) -> ShmstageError | None:

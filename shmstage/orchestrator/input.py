@@ -10,7 +10,7 @@ from shmstage.settings import Settings
 
 
 def load_source(settings: Settings) -> Source:
-    """The source that the settings name. Raises ``BundleError``, ``PluginError``, or what the factory raises of ours."""
+    """The source that the settings name. Raises ``BundleError``, ``PluginError``, or the factory's own."""
     if settings.bundle is not None:
         return BundleSource(settings.bundle)
     return cast(Source, make("source", settings.source, settings.source_settings, needs=("groups",)))

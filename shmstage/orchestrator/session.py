@@ -16,9 +16,9 @@ from shmstage.memory.layout import Layout
 from shmstage.memory.pool import Pool
 from shmstage.memory.sweep import sweep
 from shmstage.orchestrator.feeder import Feeder
+from shmstage.orchestrator.input import load_source
 from shmstage.orchestrator.intake import Intake
 from shmstage.orchestrator.ledger import Ledger
-from shmstage.orchestrator.input import load_source
 from shmstage.orchestrator.program import Program
 from shmstage.orchestrator.schedule import Config
 from shmstage.orchestrator.summary import summarise
@@ -193,7 +193,8 @@ def plan_settings(settings: Settings) -> PlanSettings:
     """What the planner needs of the settings."""
     return PlanSettings(
         rows=settings.rows, tokens=settings.tokens, max_segments_per_row=settings.max_segments_per_row,
-        segment_align=settings.segment_align, max_real_tokens=settings.max_real_tokens, on_overlong=settings.on_overlong,
+        segment_align=settings.segment_align, max_real_tokens=settings.max_real_tokens,
+        on_overlong=settings.on_overlong,
     )  # fmt: skip
 
 

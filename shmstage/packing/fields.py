@@ -63,7 +63,7 @@ OPTIONAL_FIELDS = frozenset(field.source for field in TOKEN_FIELDS if field.opti
 
 def optional_fields(trajectory: Trajectory) -> frozenset[str]:
     """Names of the optional per-token fields that this trajectory carries."""
-    return frozenset(name for name in OPTIONAL_FIELDS if getattr(trajectory, name) is not None)
+    return trajectory.optional
 
 
 def carried_fields(optional: Iterable[str]) -> tuple[TokenField, ...]:

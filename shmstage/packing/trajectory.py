@@ -12,7 +12,7 @@ import xxhash
 
 from shmstage import _native
 from shmstage.errors import TrajectoryError
-from shmstage.packing.fields import ROUTING, TOKEN_FIELDS, optional_fields
+from shmstage.packing.fields import ROUTING, TOKEN_FIELDS
 
 Float32 = npt.NDArray[np.float32]
 
@@ -57,6 +57,8 @@ class Trajectory:
     digest: bytes = field(init=False)
     #: tokens that train: `loss_mask` is 1 and a token comes before them to predict them from
     loss_tokens: int = field(init=False)
+    #: names of the optional arrays that are present
+    optional: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         if self.group_id == "":
@@ -91,6 +93,8 @@ class Trajectory:
             wrong = self.loss_mask[neither][0]
             self._refuse("loss_mask", "0 or 1 for each token", f"{wrong}; weights go into advantages")
         object.__setattr__(self, "digest", hasher.digest())
+        carried = (row.source for row in TOKEN_FIELDS if row.optional and getattr(self, row.source) is not None)
+        object.__setattr__(self, "optional", frozenset(carried))
         object.__setattr__(self, "loss_tokens", int(np.count_nonzero(self.loss_mask[1:])))
 
     @property
@@ -174,9 +178,8 @@ def check_same_fields(trajectories: Iterable[Trajectory]) -> Trajectory | None:
         if first is None:
             first = trajectory
             continue
-        differ = optional_fields(first) ^ optional_fields(trajectory)
-        if differ:
-            name = min(differ)
+        if trajectory.optional != first.optional:
+            name = min(first.optional ^ trajectory.optional)
             has, lacks = (first, trajectory) if getattr(first, name) is not None else (trajectory, first)
             raise TrajectoryError(
                 f"trajectory {has.trajectory_id!r} has {name} and trajectory {lacks.trajectory_id!r} has not; "

@@ -144,17 +144,21 @@ def _print_table(verdict: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{verdict['steps']} steps of {verdict['microbatches_per_step']} micro-batches")
-    for column in ("mode", "step time, median", "boundary idle, median", "max", "staged", "parameters", "equal"):
+    table = Table(
+        title=f"{verdict['steps']} steps of {verdict['microbatches_per_step']} micro-batches; medians of step time and "
+        "boundary idle"
+    )
+    for column in ("mode", "step", "idle", "max", "staged", "parameters", "equal"):
         table.add_column(column)
     for mode, result in verdict["modes"].items():
         bad = any(text.startswith(f"{mode}:") for text in verdict["problems"])
         idle = result["boundary_idle_s"]
         table.add_row(
             mode, _ms(result["step_s"]["median"]), _ms(idle["median"]), _ms(idle["max"]),
-            f"{result['staged_boundaries']} of {result['steps'] - 1}", result["param_digest"][:12], "no" if bad else "yes",
+            f"{result['staged_boundaries']} of {result['steps'] - 1}", result["param_digest"][:8],
+            "no" if bad else "yes",
         )  # fmt: skip
-    table.add_row("reference loop", "", "", "", "", verdict["reference"]["param_digest"][:12], "")
+    table.add_row("reference loop", "", "", "", "", verdict["reference"]["param_digest"][:8], "")
     console = Console(stderr=True)
     console.print(table)
     for text in verdict["problems"]:

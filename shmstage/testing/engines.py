@@ -101,9 +101,14 @@ def make_toy_engine(settings: Mapping[str, Any]) -> OptaxEngine:
 
 @final
 class FailingEngine:
-    """Wraps an engine; the micro-batches counted in ``bad`` (from 1) are dispatched well and fail on the device."""
+    """Wraps an engine; the micro-batches counted in ``bad`` (from 1) are dispatched well and fail later.
+
+    They compute until ``over`` is set.
+    """
 
     def __init__(self, inner: OptaxEngine, bad: frozenset[int]) -> None:
+        self.over = threading.Event()
+        self.over.set()
         self._inner = inner
         self._bad = bad
         self._count = 0
@@ -114,7 +119,7 @@ class FailingEngine:
     def fwd_bwd(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         self._count += 1
         token = self._inner.fwd_bwd(batch)
-        return cast(jax.Array, _FailedToken(token)) if self._count in self._bad else token
+        return cast(jax.Array, _FailedToken(token, self.over)) if self._count in self._bad else token
 
 
 @dataclass(frozen=True)
@@ -122,15 +127,17 @@ class _FailedToken:
     """XLA:CPU raises in the call itself, so that a failure after a good return has to be acted out."""
 
     token: jax.Array
+    over: threading.Event
 
     def block_until_ready(self) -> None:
+        self.over.wait()
         self.token.block_until_ready()
         raise RuntimeError("seeded device failure")
 
 
 @final
 class ReplayingEngine:
-    """Wraps an engine with ``settle``: keeps each micro-batch's arrays until it is settled, and logs what it is asked."""
+    """Wraps an engine and adds ``settle``: keeps each micro-batch's arrays until settled, and logs what it is asked."""
 
     def __init__(self, inner: OptaxEngine) -> None:
         self._inner = inner

@@ -16,8 +16,8 @@ import numpy as np
 from shmstage.errors import ShmstageError
 from shmstage.events import write_failure
 from shmstage.memory.lifeline import Lifeline
-from shmstage.orchestrator.intake import Intake
 from shmstage.orchestrator.input import load_source
+from shmstage.orchestrator.intake import Intake
 from shmstage.orchestrator.session import layout_of, plan_settings, write_summary
 from shmstage.settings import Settings
 from shmstage.testing.engines_placing import place_private_copies

@@ -88,6 +88,8 @@ def main() -> int:
         serve(settings, lifeline)
         return 0
     except ShmstageError as error:
+        if error.__cause__ is not None and not isinstance(error.__cause__, ImportError):
+            traceback.print_exception(error.__cause__)  # somebody's own code: where it raised is what they need
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return write_failure(settings.out_dir, "trainer", error)
     except Exception as error:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, final
 
+import jax
+
 from shmstage.errors import CheckpointError, MissingExtraError
 
 METADATA = "metadata.json"
@@ -78,11 +80,19 @@ class OrbaxStore:
             metadata = json.loads((path / METADATA).read_text())
             with checkpointer() as reader:
                 tree = reader.restore(path / STATE, item=template)
+            # orbax hands out arrays of another shape without a word
+            jax.tree.map_with_path(_check_leaf, template, tree)
         except Exception as error:  # orbax raises errors of many kinds for a tree that does not match
             raise CheckpointError(
                 f"checkpoint {path} cannot be restored into this model: {type(error).__name__}: {error}"
             ) from error
         return tree, metadata
+
+
+def _check_leaf(path: Any, want: Any, got: Any) -> None:
+    if (want.shape, want.dtype) != (got.shape, got.dtype):
+        name = jax.tree_util.keystr(path)
+        raise ValueError(f"{name} is {got.dtype}{got.shape} there and {want.dtype}{want.shape} here")
 
 
 def _checkpointer() -> Any:

@@ -20,10 +20,6 @@ def partition_spec(*parts: Any) -> PartitionSpec:
     return PartitionSpec(*parts)  # type: ignore[no-untyped-call]
 
 
-def constrain(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
-    return jax.lax.with_sharding_constraint(leaf, sharding)  # type: ignore[no-untyped-call]
-
-
 def struct(shape: Sequence[int], dtype: str, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     """An array to compile for, by the layout's dtype name."""
     return jax.ShapeDtypeStruct(shape, numpy_dtype(dtype), sharding=sharding)  # type: ignore[no-untyped-call]

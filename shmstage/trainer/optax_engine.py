@@ -24,7 +24,7 @@ from shmstage.memory.layout import Layout
 from shmstage.trainer.checkpoints import CheckpointStore, OrbaxStore
 from shmstage.trainer.engine import Batch
 from shmstage.trainer.host_copy import host_copy
-from shmstage.trainer.jax_seam import constrain, partition_spec, wait_ready
+from shmstage.trainer.jax_seam import partition_spec, wait_ready
 
 PyTree = Any
 LossFn = Callable[[PyTree, Batch], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
@@ -74,8 +74,8 @@ class OptaxEngine:
         self._sums: PyTree | None = None
         self._metrics: dict[str, jax.Array] = {}
         self._forward, self._update, self._evaluate = programs.forward, programs.update, programs.evaluate
-        if mesh is not None:
-            self._update = jax.jit(_update_program(optimizer, self._pin), donate_argnums=(0, 1, 2))
+        self._optimizer = optimizer
+        self._compiled_for_mesh = False
         self._logps = jax.jit(logps_fn) if logps_fn is not None else None
         wait_ready((self._params, self._opt_state, self._reference))
 
@@ -105,16 +105,11 @@ class OptaxEngine:
         owned: jax.Array = jax.device_put(jnp.array(leaf, copy=True), target)
         return owned
 
-    def _pin(self, tree: PyTree, kind: str) -> PyTree:
-        """Outputs lie where the donated inputs lay; otherwise the next call would compile again."""
-        like = {"params": self._params, "opt_state": self._opt_state}[kind]
-        return jax.tree.map(lambda leaf, at: constrain(leaf, at.sharding), tree, like)
-
     # --- a step ---------------------------------------------------------------------------------------------
 
     def fwd_bwd(self, batch: Batch) -> jax.Array:
         if self._sums is None:
-            self._sums = self._zero_sums(batch)
+            self._begin(batch)
         token: jax.Array
         self._sums, token = self._forward(self._params, self._sums, batch)
         return token
@@ -133,7 +128,7 @@ class OptaxEngine:
     def compile(self, example: Mapping[str, jax.ShapeDtypeStruct]) -> None:
         """Compile forward and update for one layout; the calls that follow find the programs in JAX's cache."""
         if self._sums is None:
-            self._sums = self._zero_sums(example)
+            self._begin(example)
         self._forward.lower(self._params, self._sums, dict(example)).compile()
         self._update.lower(self._params, self._opt_state, self._sums).compile()
 
@@ -147,6 +142,18 @@ class OptaxEngine:
             raise NotImplementedError("OptaxEngine was made without logps_fn")
         scores: jax.Array = self._logps(self._params if role == "actor" else self._reference, batch)
         return scores
+
+    def _begin(self, batch: Mapping[str, Any]) -> None:
+        """Make the sums of a first step; their names come from the loss function, traced on the batch's shapes."""
+        sums = self._zero_sums(batch)
+        if self._mesh is not None and not self._compiled_for_mesh:
+            self._compiled_for_mesh = True
+            # outputs lie where the donated inputs lay: otherwise the second step would compile again
+            at = jax.tree.map(lambda leaf: leaf.sharding, (self._params, self._opt_state, sums))
+            forward, update = _forward_program(self._loss_fn), _update_program(self._optimizer)
+            self._forward = jax.jit(forward, donate_argnums=1, out_shardings=(at[2], None))
+            self._update = jax.jit(update, donate_argnums=(0, 1, 2), out_shardings=(*at, None, None))
+        self._sums = sums
 
     def _zero_sums(self, batch: Mapping[str, Any]) -> PyTree:
         loss, denominator, metrics = jax.eval_shape(self._loss_fn, self._params, dict(batch))
@@ -221,7 +228,7 @@ def _programs(loss_fn: LossFn, optimizer: Any) -> _Programs:
     return _Programs(
         init=jax.jit(optimizer.init),
         forward=jax.jit(_forward_program(loss_fn), donate_argnums=1),
-        update=jax.jit(_update_program(optimizer, lambda tree, kind: tree), donate_argnums=(0, 1, 2)),
+        update=jax.jit(_update_program(optimizer), donate_argnums=(0, 1, 2)),
         evaluate=jax.jit(loss_fn),
     )
 
@@ -245,7 +252,7 @@ def _forward_program(loss_fn: LossFn) -> Callable[..., Any]:
     return forward
 
 
-def _update_program(optimizer: Any, pin: Callable[[PyTree, str], PyTree]) -> Callable[..., Any]:
+def _update_program(optimizer: Any) -> Callable[..., Any]:
     def update(params: PyTree, opt_state: PyTree, sums: PyTree) -> tuple[Any, ...]:
         denominator = sums["denominator"]
         divisor = jnp.where(denominator > 0, denominator, 1.0)
@@ -261,7 +268,6 @@ def _update_program(optimizer: Any, pin: Callable[[PyTree, str], PyTree]) -> Cal
             "denominator": denominator + 0,
         }
         token = divisor + 0
-        params, opt_state = pin(params, "params"), pin(opt_state, "opt_state")
         return params, opt_state, jax.tree.map(jnp.zeros_like, sums), metrics, token
 
     return update

@@ -40,7 +40,7 @@ RETRY_S = 2.0
 
 _PING_S = 1.0
 _POLL_S = 0.1  # how long a dead peer or a stop goes unnoticed
-_DRAIN_S = 0.05  # how long the last frames of a dead peer may take out of the kernel's buffers
+_DRAIN_S = 0.25  # how long the last frames of a dead peer may take out of the kernel's buffers
 _FULL_S = 0.01  # before another try when the channel did not take a frame
 _RESEND_ASK_S = 0.2
 _ERRORS = by_name()
@@ -146,8 +146,8 @@ class Client:
     def events(self, timeout_s: float = 0.0) -> list[Event]:
         """Events in the order of their numbers, none lost, none twice; also those that came during calls.
 
-        Waits up to ``timeout_s`` seconds for the first, or until ``wake``. Raises ``PeerLostError`` once a dead server's last events
-        have been returned.
+        Waits up to ``timeout_s`` seconds for the first, or until ``wake``. Raises ``PeerLostError`` once a dead
+        server's last events have been returned.
         """
         with self._exclusive():
             deadline = self._clock() + timeout_s

@@ -12,7 +12,7 @@ import select
 import threading
 import time
 from collections.abc import Sequence
-from typing import final
+from typing import cast, final
 
 import zmq
 
@@ -77,6 +77,7 @@ class _Socket:
         self._guard = guard
         self._lock = threading.Lock()
         self._waker = _Waker()
+        self._woken = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.raw = self._context.socket(kind)
         self.raw.setsockopt(zmq.LINGER, LINGER_MS)
@@ -84,7 +85,7 @@ class _Socket:
         self.raw.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         self.raw.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT_NBYTES)
         self._poll = select.poll()
-        self._poll.register(self.raw.getsockopt(zmq.FD), select.POLLIN)
+        self._poll.register(self.raw.FD, select.POLLIN)
         self._poll.register(self._waker.fd, select.POLLIN)
 
     def send(self, parts: Sequence[bytes]) -> None:
@@ -94,7 +95,7 @@ class _Socket:
             try:
                 self.raw.send_multipart(parts, zmq.NOBLOCK)
             finally:
-                if self.raw.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+                if cast(int, self.raw.EVENTS) & zmq.POLLIN:
                     self._waker.set()
 
     def recv(self, timeout_s: float) -> list[bytes] | None:
@@ -103,16 +104,17 @@ class _Socket:
         if parts is not None or timeout_s <= 0:
             return parts
         deadline = time.monotonic() + timeout_s
-        while True:
+        while not self._woken:
             ready = self._poll.poll(_milliseconds(timeout_s))
-            woken = any(fd == self._waker.fd for fd, _ in ready)
-            if woken:
+            if any(fd == self._waker.fd for fd, _ in ready):
                 self._waker.clear()
             parts = self._try_recv()
-            # The descriptor also becomes readable for what is no message: a peer that connected, room to send.
+            # The descriptors also become readable for what is no message: a peer that connected, a sender's nudge.
             timeout_s = deadline - time.monotonic()
-            if parts is not None or woken or timeout_s <= 0:
+            if parts is not None or timeout_s <= 0:
                 return parts
+        self._woken = False
+        return None
 
     def _try_recv(self) -> list[bytes] | None:
         with self._lock:
@@ -126,6 +128,7 @@ class _Socket:
 
     def wake(self) -> None:
         self._guard.check()
+        self._woken = True
         self._waker.set()
 
     def close(self) -> None:
@@ -227,9 +230,7 @@ class ZmqServerChannel(ServerChannel):
         try:
             self._socket.send((peer, frame))
         except zmq.Again as error:
-            raise TransportError(
-                f"peer {peer.hex()} does not take its frames: {HIGH_WATER_MARK} are queued"
-            ) from error
+            raise TransportError(f"peer {peer.hex()} does not take its frames: {HIGH_WATER_MARK} are queued") from error
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 raise PeerLostError(f"peer {peer.hex()} is not connected") from error

@@ -185,9 +185,10 @@ class EndOfStream:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """A consumer leaves; its leases are over."""
+    """A consumer leaves; its leases are over. ``received`` is the number of the last ``Published`` it took."""
 
     consumer: Annotated[int, Wire("u", U32)]
+    received: Annotated[int, Wire("m", U64)]
 
 
 Message = (

@@ -53,7 +53,7 @@ def test_a_recorded_policy_that_was_altered_or_is_missing_is_refused(tmp_path: P
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(BundleError, match="has sha256 .*, the manifest says"):
+    with pytest.raises(BundleError, match=r"has sha256 .*, the manifest says"):
         initial_params(EngineSettings(policy=str(copy)))
     file.unlink()
     with pytest.raises(BundleError, match="No such file"):

@@ -85,7 +85,7 @@ def test_a_token_outside_the_vocabulary_is_nan_and_not_another_token(token: int)
 def test_sizes_are_read_back_from_the_parameters() -> None:
     params = init(jax.random.key(0), CONFIG)
     assert config_of(params) == CONFIG
-    assert parameter_count(params) == 32 * 16 + 16 + 2 * (16 * 48 + 16 * 16 + 2 * 16 * 32 + 2 * 16)
+    assert parameter_count(params) == 32 * 16 + 16 + 2 * (16 * 48 + 16 * 16 + 2 * 16 * 32 + 3 * 16)
 
 
 def test_a_width_that_rotary_positions_cannot_split_is_refused() -> None:

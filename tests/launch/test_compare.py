@@ -19,8 +19,9 @@ from shmstage.testing.compare import problems_of
 @pytest.mark.slow
 def test_all_modes_and_the_reference_loop_are_equal(tmp_path: Path) -> None:
     verdict = run_json(
-        "compare", "--steps", "3", "--microbatches-per-step", "2", "--checkpoint-every", "2", "--out", "out", cwd=tmp_path
-    )
+        "compare", "--steps", "3", "--microbatches-per-step", "2", "--checkpoint-every", "2", "--out", "out",
+        cwd=tmp_path,
+    )  # fmt: skip
     assert verdict["equal"], verdict["problems"]
     assert set(verdict["modes"]) == set(BOUNDARIES)
     assert [verdict["modes"][mode]["staged_boundaries"] for mode in BOUNDARIES] == [0, 0, 2, 2]

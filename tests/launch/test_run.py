@@ -56,7 +56,8 @@ def test_one_pass_over_an_imported_bundle_trains_every_trajectory_exactly_once(t
     imported = run_json("bundle", "import", "q.jsonl", "bundle", cwd=tmp_path)
     assert imported["trajectories"] == 150
     for mode in ("serial", "staged_before_update"):
-        summary = run_json("run", "--passes", "1", "--bundle", "bundle", "--boundary", mode, "--out", mode, cwd=tmp_path)
+        options = ("--passes", "1", "--bundle", "bundle", "--boundary", mode, "--out", mode)
+        summary = run_json("run", *options, cwd=tmp_path)
         counted: Counter[str] = Counter()
         for line in (tmp_path / mode / "steps.jsonl").read_text().splitlines():
             counted.update(json.loads(line)["trajectory_ids"])

@@ -163,6 +163,15 @@ def test_views_outside_the_mapping_are_refused() -> None:
             layout.views(memory, base)
 
 
+def test_views_keep_the_mapping_they_were_made_over() -> None:
+    memory = mmap.mmap(-1, 4096)
+    view = Layout.of({"a": ("int8", (100,))}).views(memory, 0)["a"][10:20]
+    with pytest.raises(BufferError):  # instead of a crash at the next read
+        memory.close()
+    del view
+    memory.close()
+
+
 def test_sizes_beyond_four_gigabytes_are_addressed_in_64_bits(tmp_path: Path) -> None:
     # Sparse: only the touched pages exist.
     sizes = {"a": (1 << 31) - 1, "b": 1 << 31, "c": (1 << 32) + 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 
 import pytest
@@ -68,6 +69,29 @@ def test_only_one_of_many_threads_claims_a_slot() -> None:
         thread.join()
     # Every claim moved exactly one slot on by one generation pair.
     assert sum(headers.generation(slot) // 2 for slot in range(3)) == len(claimed) >= 3
+
+
+def test_ending_a_lease_wakes_a_claim_that_sleeps_in_the_kernel() -> None:
+    headers = _headers()
+    assert headers.publish(headers.claim(0, 1, 0), 1, 1, 0b1, 0, 0) == 2
+    claimed: list[int] = []
+    sleeper = threading.Thread(target=lambda: claimed.append(headers.claim(0, 1, 600_000_000_000)))
+    sleeper.start()
+    while not headers.waiter_count():
+        os.sched_yield()
+    headers.end_lease(0, 2, 0)
+    sleeper.join(20)
+    woken = not sleeper.is_alive()
+    headers.wake_all()
+    sleeper.join()
+    assert woken and claimed == [0] and headers.waiter_count() == 0
+
+
+def test_a_claim_times_out_when_nothing_is_freed() -> None:
+    headers = _headers()
+    headers.claim(0, 1, 0)
+    assert headers.claim(0, 1, 1_000_000) == -1
+    assert headers.counters()[4] == 1 and headers.counters()[5] >= 1_000_000
 
 
 def test_a_mask_is_seen_with_its_generation() -> None:

@@ -43,7 +43,9 @@ def test_commands_match_the_contracts_table(
 
 @pytest.mark.parametrize("device_is_slow", [True, False])
 @pytest.mark.parametrize("mode", BOUNDARIES)
-def test_every_microbatch_is_trained_once_in_order_with_one_update_per_step(mode: Boundary, device_is_slow: bool) -> None:
+def test_every_microbatch_is_trained_once_in_order_with_one_update_per_step(
+    mode: Boundary, device_is_slow: bool
+) -> None:
     for late in ([], [(2, 0)], [(2, 0), (3, 0)], [(2, 1)], [(1, 0), (4, 2)]):
         log = Driver(config(mode), late=frozenset(late), device_is_slow=device_is_slow).run()
         trained = [call.split()[1] for call in log if call.startswith(("fwd_bwd ", "fwd_bwd_staged "))]

@@ -43,4 +43,5 @@ def test_the_larger_estimator_is_reported() -> None:
 
 def test_calibration_is_the_median_of_device_times() -> None:
     assert calibrated_microbatch_s([]) is None
-    assert calibrated_microbatch_s([(0, 10 * MS, 20 * MS), (30 * MS, 20 * MS, 50 * MS), (40 * MS, 50 * MS, 65 * MS)]) == 0.015
+    intervals = [(0, 10 * MS, 20 * MS), (30 * MS, 20 * MS, 50 * MS), (40 * MS, 50 * MS, 65 * MS)]
+    assert calibrated_microbatch_s(intervals) == 0.015

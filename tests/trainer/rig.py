@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from shmstage.trainer.worker import Worker
 from shmstage.wire.handles import handle_to_wire
 from shmstage.wire.messages import PROTOCOL_VERSION, Hello, TicketEvent, TokenEvent
 
-RUN = "trainer-test"
+RUN = f"trainer-test-{os.getpid()}"
 DEADLINE_S = 30.0
 
 

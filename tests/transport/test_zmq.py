@@ -47,7 +47,9 @@ def test_both_ends_compute_the_same_short_path() -> None:
     assert endpoint_for("a", "b") != endpoint_for("a", "c")
 
 
-def test_long_temporary_directory_still_gives_a_path_that_binds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_temporary_directory_still_gives_a_path_that_binds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     long = tmp_path / ("d" * 120)
     long.mkdir()
     monkeypatch.delenv("XDG_RUNTIME_DIR")
@@ -83,9 +85,9 @@ def test_runtime_directory_that_is_a_link_is_refused(short_runtime_directory: Pa
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5555", "ipc://relative", "/tmp/x", f"ipc:///{'x' * 107}"])
 def test_endpoint_that_is_open_to_others_or_too_long_is_refused(endpoint: str) -> None:
-    with pytest.raises(TransportError, match="refused|107"):
+    with pytest.raises(TransportError, match=r"refused|107"):
         ZmqServerChannel.bind(endpoint)
-    with pytest.raises(TransportError, match="refused|107"):
+    with pytest.raises(TransportError, match=r"refused|107"):
         ZmqChannel.connect(endpoint)
 
 

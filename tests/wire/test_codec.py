@@ -54,7 +54,7 @@ EXAMPLES: list[Message] = [
     Attached(PROTOCOL_VERSION, "run", 1, "/shmstage.x", [], 0, "/dev/shm/a.lock", 7, 99),
     Published(1, handle_to_wire(LARGEST)),
     EndOfStream(1),
-    Detach(0),
+    Detach(0, 3),
 ]
 
 
@@ -219,7 +219,7 @@ def test_another_version_is_refused_before_its_fields_are_read() -> None:
 _PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4) | st.integers(), inner, max_size=4),
-    max_leaves=12,
+    max_leaves=6,
 )
 
 
@@ -230,14 +230,14 @@ def _decode_or_refuse(frame: bytes) -> None:
         pass
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_a_protocol_error(frame: bytes) -> None:
     _decode_or_refuse(frame)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from("HWQRTKAPOabped"), st.dictionaries(st.sampled_from("abcdefghijklmnopqrsuvwxyz"), _PLAIN))
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from("HWQRTKAPOabped"), st.dictionaries(st.sampled_from("acdeghijklmnqrsuvwxz"), _PLAIN, max_size=8))
 def test_any_map_is_a_message_or_a_protocol_error(tag: str, wire: dict[str, Any]) -> None:
     try:
         frame = msgpack.packb({**wire, "t": tag})
@@ -246,7 +246,7 @@ def test_any_map_is_a_message_or_a_protocol_error(tag: str, wire: dict[str, Any]
     _decode_or_refuse(frame)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(EXAMPLES), st.data())
 def test_any_damaged_message_is_a_message_or_a_protocol_error(message: Message, data: st.DataObject) -> None:
     frame = bytearray(encode(message))
@@ -255,7 +255,7 @@ def test_any_damaged_message_is_a_message_or_a_protocol_error(message: Message, 
     _decode_or_refuse(bytes(frame))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(max_size=4), _PLAIN, max_size=4))
 def test_what_the_encoder_takes_the_decoder_gives_back(arguments: dict[str, Any]) -> None:
     message = Request(1, 1, 1, "info", arguments)

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from trainer.test_poison import LAYOUT, PoisonedLease, content, heavy
+
+import shmstage
+from shmstage.errors import LayoutError, WaitTimeoutError
+from shmstage.memory.aligned import aligned_buffer
+from shmstage.memory.handle import Handle
+from shmstage.memory.layout import Layout
+from shmstage.trainer.aliasing import lies_within
+from shmstage.trainer.double_buffer import DoubleBuffer
+
+pytestmark = pytest.mark.slow
+
+
+class Published:
+    """A consumer whose producer has published ``count`` micro-batches, overwritten as soon as they are released."""
+
+    def __init__(self, count: int, offset: int = 0) -> None:
+        self.left = deque(range(count))
+        self.ended = False
+        self._offset = offset
+
+    def receive(self, timeout_s: float) -> Any:
+        if self.left:
+            return PoisonedLease(self.left.popleft(), aligned_buffer(LAYOUT.nbytes, 64, self._offset))
+        if self.ended:
+            return None
+        raise WaitTimeoutError(f"nothing within {timeout_s}")
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    return [float(heavy(np.float32(0), content(number))) for number in range(6)]
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+def test_a_loop_computes_what_was_published(expected: list[float], offset: int) -> None:
+    source = Published(6, offset)
+    source.ended = True
+    losses = [heavy(np.float32(0), batch) for batch in DoubleBuffer(source)]
+    assert [float(loss) for loss in losses] == expected
+
+
+def test_the_next_microbatch_is_uploaded_while_this_one_is_used() -> None:
+    source = Published(3)
+    with DoubleBuffer(source) as batches:
+        next(batches)
+        assert list(source.left) == [2]
+
+
+def test_a_microbatch_that_is_not_published_yet_is_not_waited_for() -> None:
+    source = Published(1)
+    with DoubleBuffer(source) as batches:
+        assert set(next(batches)) == {"x", "bias"}
+        with pytest.raises(WaitTimeoutError):
+            next(batches)
+        source.left.append(1)
+        np.testing.assert_array_equal(next(batches)["bias"], content(1)["bias"])
+
+
+def test_holding_on_to_every_batch_ends_at_a_deadline_with_the_remedy() -> None:
+    source = Published(3)
+    with DoubleBuffer(source, timeout_s=0.02) as batches:
+        kept = [next(batches), next(batches)]
+        with pytest.raises(WaitTimeoutError, match="drop references to their arrays or raise device_buffers"):
+            next(batches)
+        assert len(kept) == 2
+
+
+def test_arrays_are_the_private_buffers_themselves_not_copies_of_them() -> None:
+    source = Published(1)
+    with DoubleBuffer(source) as batches:
+        batch = next(batches)
+        memories = [batches._buffers.memory_of(number) for number in range(2)]
+        assert any(lies_within(batch.values(), m.ctypes.data, m.nbytes) for m in memories if m.nbytes)
+
+
+def test_a_field_that_jax_would_narrow_is_refused() -> None:
+    layout = Layout.of({"ids": ("int64", (4,))})
+
+    class Lease:
+        handle = Handle(0, 2, layout.layout_id)
+
+        def __init__(self) -> None:
+            self.late_views: dict[str, Any] = {}
+            self.views = layout.views(aligned_buffer(layout.nbytes), 0)
+
+        def check(self) -> None: ...
+        def end(self) -> None: ...
+
+    class Once:
+        def receive(self, timeout_s: float) -> Any:
+            return Lease()
+
+    with DoubleBuffer(Once()) as batches, pytest.raises(LayoutError, match=r"'ids' is int64.*int32"):
+        next(batches)
+
+
+def test_it_is_public() -> None:
+    assert shmstage.DoubleBuffer is DoubleBuffer
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "float16", "bfloat16", "float8_e4m3fn", "int4"])
+def test_every_dtype_arrives_bit_for_bit(dtype: str) -> None:
+    layout = Layout.of({"a": (dtype, (3, 5)), "empty": (dtype, (0, 4)), "scalar": (dtype, ())})
+    memory = aligned_buffer(layout.nbytes)
+    views = layout.views(memory, 0)
+    for view in views.values():
+        view[...] = np.ones(view.shape).astype(view.dtype)
+    want = {name: np.array(view) for name, view in views.items()}
+
+    def source() -> Iterator[Any]:
+        lease = PoisonedLease.__new__(PoisonedLease)
+        lease.handle, lease.views, lease.late_views, lease._memory = Handle(0, 2, 9), views, {}, memory
+        yield lease
+        yield None
+
+    class Once:
+        leases = source()
+
+        def receive(self, timeout_s: float) -> Any:
+            return next(self.leases)
+
+    (batch,) = DoubleBuffer(Once())
+    for name, value in want.items():
+        assert batch[name].dtype == value.dtype
+        assert np.asarray(batch[name]).tobytes() == value.tobytes()
+    assert isinstance(batch["a"], jax.Array)

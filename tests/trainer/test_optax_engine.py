@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from trainer.rig import microbatch
+
+from shmstage.errors import CheckpointError, EngineError
+from shmstage.memory.layout import Layout
+from shmstage.testing.engines import MemoryStore, ToyEngine, toy_layout, toy_loss
+from shmstage.trainer.digests import param_digest
+from shmstage.trainer.host_copy import host_copy
+from shmstage.trainer.optax_engine import OptaxEngine
+
+pytestmark = pytest.mark.slow
+
+LAYOUT = toy_layout()
+
+
+def batch(seed: int, rows: slice = slice(None)) -> dict[str, jax.Array]:
+    return {name: jnp.array(value[rows]) for name, value in microbatch(LAYOUT, seed).items()}
+
+
+def pointers(tree: Any) -> set[int]:
+    return {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
+
+
+def test_gradients_add_up_undivided_and_are_divided_once() -> None:
+    params = {"b": jnp.zeros(()), "w": jnp.ones(32)}
+    engine = OptaxEngine(toy_loss, params, optax.sgd(0.5))
+    for rows in (slice(0, 1), slice(1, 4)):  # uneven micro-batches: a mean of means would be another number
+        engine.fwd_bwd(batch(3, rows))
+    engine.update()
+    whole = batch(3)
+    loss, count, _ = toy_loss(params, whole)
+    grads = jax.grad(lambda p: toy_loss(p, whole)[0])(params)
+    metrics = {name: float(value) for name, value in engine.metrics().items()}
+    assert metrics["denominator"] == float(count) == 4.0
+    np.testing.assert_allclose(metrics["loss"], float(loss) / 4, rtol=1e-6)
+    np.testing.assert_allclose(engine.weights()["w"], params["w"] - 0.5 * grads["w"] / 4, rtol=1e-5)
+    norm = np.sqrt(sum(np.sum(np.square(np.asarray(g) / 4)) for g in jax.tree.leaves(grads)))
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+
+
+def test_sums_start_again_after_an_update() -> None:
+    engine = ToyEngine()
+    for _ in range(2):
+        engine.fwd_bwd(batch(1))
+        engine.update()
+        assert float(engine.metrics()["denominator"]) == 4.0
+
+
+def test_a_step_without_counted_tokens_changes_no_loss_into_nan() -> None:
+    engine = ToyEngine()
+    empty = {**batch(1), "mask": jnp.zeros(4)}
+    engine.fwd_bwd(empty)
+    engine.update()
+    assert all(np.isfinite(np.asarray(value)) for value in engine.metrics().values())
+
+
+def test_the_callers_parameters_are_left_alone() -> None:
+    params = {"b": np.zeros((), np.float32), "w": np.ones(32, np.float32)}
+    engine = OptaxEngine(toy_loss, params, optax.sgd(0.5))
+    engine.fwd_bwd(batch(1))
+    engine.update()
+    jax.block_until_ready(engine.weights())
+    assert np.array_equal(params["w"], np.ones(32))
+
+
+def test_state_and_sums_are_updated_in_place() -> None:
+    engine = ToyEngine(4096)
+    big = {"x": jnp.ones((4, 4096)), "y": jnp.ones(4), "mask": jnp.ones(4)}
+    engine.fwd_bwd(big)
+    engine.update()
+    before = pointers((engine._params["w"], engine._opt_state, engine._sums))
+    snapshot = engine.save(1, {}) if engine._store else None
+    assert snapshot is None
+    copies = {name: host_copy(leaf) for name, leaf in engine.weights().items()}
+    engine.fwd_bwd(big)
+    engine.update()
+    after = pointers((engine._params["w"], engine._opt_state, engine._sums))
+    assert pointers(engine._params["w"]) <= before  # although a snapshot has read it
+    assert len(after - before) <= len(after) // 2
+    assert copies["w"].shape == (4096,)
+
+
+def test_tokens_and_metrics_outlive_the_donation_of_everything_else() -> None:
+    engine = ToyEngine()
+    tokens = [engine.fwd_bwd(batch(1)), engine.update()]
+    metrics = engine.metrics()
+    for _ in range(3):
+        engine.fwd_bwd(batch(2))
+        engine.update()
+    assert all(token.is_ready() or token.block_until_ready() is token for token in tokens)
+    assert float(metrics["denominator"]) == 4.0
+
+
+def test_compiling_first_leaves_nothing_to_compile_and_changes_nothing() -> None:
+    trained = ToyEngine(24)
+    layout = Layout.of({**{f.name: (f.dtype, f.shape) for f in LAYOUT.fields}, "x": ("float32", (4, 24))})
+    shardings = trained.shardings(layout)
+    example = {
+        f.name: jax.ShapeDtypeStruct(f.shape, np.dtype(f.dtype), sharding=shardings[f.name]) for f in layout.fields
+    }
+    digest = param_digest(trained)
+    trained.compile(example)
+    assert param_digest(trained) == digest
+    data = {name: jax.device_put(value, shardings[name]) for name, value in microbatch(layout, 1).items()}
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        compiled: list[str] = []
+        patch.setattr("jax._src.interpreters.pxla.logger.log", lambda level, text, *a, **k: compiled.append(text % a))
+        trained.fwd_bwd(data)
+        trained.update()
+    assert not [line for line in compiled if "forward" in line or "update" in line]
+
+
+def test_a_loss_that_is_not_a_sum_is_refused() -> None:
+    def per_row(params: Any, batch: Any) -> Any:
+        loss, count, metrics = toy_loss(params, batch)
+        return loss * batch["mask"], count, metrics
+
+    engine = OptaxEngine(per_row, {"b": jnp.zeros(()), "w": jnp.ones(32)}, optax.sgd(0.5))
+    with pytest.raises(EngineError, match=r"loss_sum of shape \(4,\)"):
+        engine.fwd_bwd(batch(1))
+
+
+def test_bfloat16_parameters_accumulate_in_float32() -> None:
+    params = {"b": jnp.zeros((), jnp.bfloat16), "w": jnp.ones(32, jnp.bfloat16)}
+    engine = OptaxEngine(toy_loss, params, optax.sgd(0.5), store=MemoryStore())
+    engine.fwd_bwd(batch(1))
+    engine.update()
+    assert engine._sums["grads"]["w"].dtype == jnp.float32
+    assert engine.weights()["w"].dtype == jnp.bfloat16
+    assert host_copy(engine.weights()["w"]).dtype == ml_dtypes.bfloat16
+    assert len(param_digest(engine)) == 32
+
+
+def test_on_a_mesh_batches_are_split_and_parameters_replicated() -> None:
+    mesh = jax.make_mesh((1,), ("data",))
+    engine = OptaxEngine(
+        toy_loss, {"b": jnp.zeros(()), "w": jnp.ones(32)}, optax.adam(1e-2), mesh, PartitionSpec("data", None)
+    )
+    shardings = engine.shardings(LAYOUT)
+    assert shardings["x"] == NamedSharding(mesh, PartitionSpec("data", None))
+    assert shardings["y"] == NamedSharding(mesh, PartitionSpec("data"))
+    data = {name: jax.device_put(value, shardings[name]) for name, value in microbatch(LAYOUT, 1).items()}
+    for _ in range(2):
+        engine.fwd_bwd(data)
+        engine.update()
+    assert engine.weights()["w"].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec()), 1)
+    assert engine._update._cache_size() == 1
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------
+
+
+def trained(directory: Path, steps: int) -> OptaxEngine:
+    engine = ToyEngine(checkpoint_dir=directory)
+    for step in range(1, steps + 1):
+        engine.fwd_bwd(batch(step))
+        engine.update()
+        snapshot = engine.save(step, {"cursor": step * 10})
+        snapshot.copy_to_host()
+        snapshot.write()
+    return engine
+
+
+def test_the_highest_complete_checkpoint_is_restored(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    engine = trained(directory, 2)
+    (directory / "9").mkdir()  # no metadata: not ours, or not complete
+    (directory / ".partial-3").mkdir()
+    other = ToyEngine(checkpoint_dir=directory, seed=7)
+    assert param_digest(other) != param_digest(engine)
+    assert other.restore() == {"cursor": 20, "step": 2}
+    assert param_digest(other) == param_digest(engine)
+    for each in (engine, other):  # the optimizer's state came along
+        each.fwd_bwd(batch(5))
+        each.update()
+    assert param_digest(other) == param_digest(engine)
+
+
+def test_a_snapshot_is_of_the_update_it_was_taken_after(tmp_path: Path) -> None:
+    engine = ToyEngine(checkpoint_dir=tmp_path)
+    digest = param_digest(engine)
+    snapshot = engine.save(0, {})
+    snapshot.copy_to_host()
+    engine.fwd_bwd(batch(1))
+    engine.update()
+    snapshot.write()
+    assert engine.restore() == {"step": 0}
+    assert param_digest(engine) == digest
+
+
+def test_without_a_checkpoint_parameters_stay_and_sums_go(tmp_path: Path) -> None:
+    engine = ToyEngine(checkpoint_dir=tmp_path / "none")
+    digest = param_digest(engine)
+    engine.fwd_bwd(batch(1))
+    assert engine.restore() is None
+    engine.fwd_bwd(batch(1))
+    engine.update()
+    assert float(engine.metrics()["denominator"]) == 4.0
+    assert param_digest(engine) != digest
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="cannot be restored into this model"):
+        ToyEngine(48, checkpoint_dir=tmp_path).restore()
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    engine = trained(tmp_path, 1)
+    for path in (tmp_path / "1" / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with pytest.raises(CheckpointError):
+        engine.restore()
+
+
+def test_metadata_that_is_not_plain_is_refused_and_leaves_no_checkpoint(tmp_path: Path) -> None:
+    engine = ToyEngine(checkpoint_dir=tmp_path)
+    snapshot = engine.save(0, {"bad": object()})
+    snapshot.copy_to_host()
+    with pytest.raises(CheckpointError, match="not JSON serializable"):
+        snapshot.write()
+    assert engine.restore() is None
+
+
+def test_saving_without_a_directory_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="without checkpoint_dir"):
+        ToyEngine().save(0, {})

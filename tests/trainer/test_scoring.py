@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from trainer.rig import RUN, Rig, microbatch, rigged
+
+from shmstage.errors import EngineError, ProtocolError, StageMismatchError, UpdateDeferredError
+from shmstage.memory.handle import Handle
+from shmstage.memory.reader import PoolReader
+from shmstage.testing.engines import MemoryStore, ToyEngine, toy_layout
+from shmstage.trainer.digests import payload_digest
+
+pytestmark = pytest.mark.slow
+
+LATE = ("old_per_token_logps", "ref_per_token_logps")
+
+
+def late_rig(**options: Any) -> Any:
+    return rigged(layout=toy_layout(late=True), **options)
+
+
+def scores(rig: Rig, handle: Handle, seed: int) -> np.ndarray[Any, Any]:
+    params = {name: np.asarray(leaf) for name, leaf in rig.engine.weights().items()}
+    return microbatch(rig.layout, seed)["x"] * params["w"] + params["b"]
+
+
+def field_in_slot(rig: Rig, handle: Handle, name: str) -> np.ndarray[Any, Any]:
+    reader = PoolReader.attach(rig.pool.name, run_id=RUN, epoch=rig.epoch)
+    reader.register(rig.layout)
+    lease = reader.lease(handle)
+    values = np.array(lease.late_views[name])
+    del lease
+    reader.close()
+    return values
+
+
+def train_staged(rig: Rig, handle: Handle) -> float:
+    rig.call("fwd_bwd_staged", request_id=handle.request_id)
+    return float(rig.ticket(rig.call("get_metrics", step=handle.step)).value["loss"])
+
+
+@pytest.mark.parametrize(("role", "name"), [("actor", LATE[0]), ("reference", LATE[1])])
+def test_scores_of_a_staged_microbatch_land_in_its_slot(role: str, name: str) -> None:
+    with late_rig() as rig:
+        handle = rig.publish(1, 0, seed=3)
+        rig.call("stage_fwd_bwd", handle=handle)
+        event = rig.ticket(rig.call("per_token_logps", request_id=handle.request_id, role=role))
+        want = scores(rig, handle, 3)
+        assert event.ok
+        assert event.value == {
+            "request_id": handle.request_id,
+            "field": name,
+            "written": True,
+            "digest": payload_digest({name: want}),
+        }
+        np.testing.assert_array_equal(field_in_slot(rig, handle, name), want)
+
+
+def test_the_reference_stays_where_it_started() -> None:
+    with late_rig() as rig:
+        first = rig.ticket(rig.call("per_token_logps", handle=rig.publish(1, 0, seed=3), role="reference"))
+        rig.call("fwd_bwd", handle=rig.publish(1, 1, final=True))
+        handle = rig.publish(2, 0, seed=3)
+        again = rig.ticket(rig.call("per_token_logps", handle=handle, role="reference"))
+        actor = rig.ticket(rig.call("per_token_logps", handle=handle, role="actor"))
+        assert again.value["digest"] == first.value["digest"] != actor.value["digest"]
+
+
+def test_unstaged_scores_are_trained_with() -> None:
+    with late_rig() as rig:
+        handle = rig.publish(1, 0, final=True, seed=3)
+        rig.ticket(rig.call("per_token_logps", handle=handle, role="actor"))
+        unstaged = rig.call("fwd_bwd", handle=handle)
+        unstaged_loss = rig.ticket(rig.call("get_metrics", step=1)).value["loss"]
+        assert unstaged["updated"]
+    with late_rig() as rig:
+        handle = rig.publish(1, 0, final=True, seed=3)
+        rig.call("stage_fwd_bwd", handle=handle)
+        rig.ticket(rig.call("per_token_logps", request_id=handle.request_id, role="actor"))
+        rig.call("patch_staged", request_id=handle.request_id, fields=[LATE[0]], loss_tokens=4)
+        assert train_staged(rig, handle) == unstaged_loss
+
+
+def test_a_staged_microbatch_is_trained_with_what_was_patched() -> None:
+    losses = []
+    for patched in (False, True):
+        with late_rig(verify="full") as rig:
+            handle = rig.publish(1, 0, seed=3)
+            rig.call("stage_fwd_bwd", handle=handle)
+            rig.ticket(rig.call("per_token_logps", request_id=handle.request_id, role="actor"))
+            if patched:
+                rig.call("patch_staged", request_id=handle.request_id, fields=[LATE[0]], loss_tokens=4)
+                assert rig.token("patched", handle.request_id).ok
+            digest = rig.call("fwd_bwd_staged", request_id=handle.request_id)["payload_digest"]
+            losses.append(digest)
+            want = microbatch(rig.layout, 3)
+            if patched:
+                want[LATE[0]] = scores(rig, handle, 3)
+            assert digest == payload_digest(want)
+    assert losses[0] != losses[1]
+
+
+def test_patching_twice_changes_nothing() -> None:
+    with late_rig() as rig:
+        handle = rig.publish(1, 0, final=True)
+        rig.call("stage_fwd_bwd", handle=handle)
+        for _ in range(2):
+            rig.call("patch_staged", request_id=handle.request_id, fields=list(LATE), loss_tokens=9)
+        assert rig.worker._stepper.stage is not None
+        assert rig.worker._stepper.stage.handle.loss_tokens == 9
+        rig.call("fwd_bwd_staged", request_id=handle.request_id)
+
+
+def test_the_lease_is_kept_until_every_late_field_is_patched() -> None:
+    with late_rig() as rig:
+        free = rig.pool.free_slot_count()
+        handle = rig.publish(1, 0)
+        rig.call("stage_fwd_bwd", handle=handle)
+        rig.call("patch_staged", request_id=handle.request_id, fields=[LATE[0]], loss_tokens=4)
+        assert rig.pool.free_slot_count() == free - 1
+        rig.call("patch_staged", request_id=handle.request_id, fields=[LATE[1]], loss_tokens=4)
+        assert rig.pool.free_slot_count() == free
+
+
+def test_the_lease_of_an_unpatched_stage_ends_when_it_is_trained() -> None:
+    with late_rig() as rig:
+        free = rig.pool.free_slot_count()
+        handle = rig.publish(1, 0)
+        rig.call("stage_fwd_bwd", handle=handle)
+        assert rig.pool.free_slot_count() == free - 1
+        rig.call("fwd_bwd_staged", request_id=handle.request_id)
+        assert rig.pool.free_slot_count() == free
+
+
+def test_patched_arrays_do_not_change_when_the_slot_does() -> None:
+    with late_rig(verify="full") as rig:
+        handle = rig.publish(1, 0)
+        rig.call("stage_fwd_bwd", handle=handle)
+        rig.call("patch_staged", request_id=handle.request_id, fields=list(LATE), loss_tokens=4)
+        overwrite_free_slots(rig)
+        digest = rig.call("fwd_bwd_staged", request_id=handle.request_id)["payload_digest"]
+        assert digest == payload_digest(microbatch(rig.layout, 100))
+
+
+def overwrite_free_slots(rig: Rig) -> None:
+    for slot in [rig.pool.acquire(rig.layout, timeout_s=1.0) for _ in range(rig.pool.free_slot_count())]:
+        for view in slot.views.values():
+            view.fill(np.nan)
+        slot.abandon()
+
+
+def test_only_late_fields_of_the_staged_microbatch_can_be_patched() -> None:
+    with late_rig() as rig:
+        handle = rig.publish(1, 0)
+        with pytest.raises(StageMismatchError):
+            rig.call("patch_staged", request_id=handle.request_id, fields=[LATE[0]], loss_tokens=4)
+        rig.call("stage_fwd_bwd", handle=handle)
+        with pytest.raises(ProtocolError, match="'x'"):
+            rig.call("patch_staged", request_id=handle.request_id, fields=["x"], loss_tokens=4)
+
+
+def test_scoring_is_refused_while_an_update_is_deferred_and_patching_is_not() -> None:
+    with late_rig() as rig:
+        rig.call("fwd_bwd", handle=rig.publish(1, 0, final=True), defer_update=True)
+        handle = rig.publish(2, 0)
+        rig.call("stage_fwd_bwd", handle=handle)
+        with pytest.raises(UpdateDeferredError):
+            rig.call("per_token_logps", request_id=handle.request_id, role="actor")
+        rig.call("patch_staged", request_id=handle.request_id, fields=[LATE[1]], loss_tokens=4)
+
+
+def test_evaluation_trains_nothing_and_gives_its_buffer_and_slot_back() -> None:
+    with rigged() as rig:
+        digest, free = rig.digest(), rig.pool.free_slot_count()
+        for seed in range(5):
+            event = rig.ticket(rig.call("eval_step", handle=rig.publish(1, 0, seed=seed)))
+            assert event.ok
+            assert event.value["denominator"] == 4.0
+        assert rig.pool.free_slot_count() == free
+        assert rig.digest() == digest
+        rig.train_step(1)
+
+
+def test_an_engine_that_cannot_score_or_evaluate_says_so() -> None:
+    class TrainsOnly:
+        def __init__(self) -> None:
+            inner = ToyEngine(store=MemoryStore())
+            for name in ("shardings", "fwd_bwd", "update", "metrics", "save", "restore", "weights"):
+                setattr(self, name, getattr(inner, name))
+
+        def per_token_logps(self, batch: Any, role: str) -> Any:
+            raise NotImplementedError("no reference model")
+
+    with rigged(TrainsOnly) as rig:
+        handle = rig.publish(1, 0)
+        with pytest.raises(EngineError, match="TrainsOnly does not do it: no reference model"):
+            rig.call("per_token_logps", handle=handle, role="actor")
+        with pytest.raises(EngineError, match="TrainsOnly has no such method"):
+            rig.call("eval_step", handle=rig.publish(1, 1))
+        rig.train_step(1)

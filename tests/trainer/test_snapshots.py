@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from shmstage.errors import CheckpointError, WaitTimeoutError
+from shmstage.trainer.snapshots import Snapshots
+from shmstage.wire.messages import TicketEvent
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def events() -> queue.SimpleQueue[TicketEvent]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def snapshots(events: queue.SimpleQueue[TicketEvent]) -> Iterator[Snapshots]:
+    snapshots = Snapshots(events.put, clock_ns=lambda: 42)
+    yield snapshots
+    snapshots.close()
+
+
+def test_a_ticket_resolves_with_what_was_copied(
+    snapshots: Snapshots, events: queue.SimpleQueue[TicketEvent]
+) -> None:
+    number = snapshots.submit("metrics", 3, lambda: {"loss": 1.5})
+    event = events.get(timeout=DEADLINE_S)
+    assert event == TicketEvent(0, number, "metrics", 3, True, {"loss": 1.5}, "", {"done_ns": 42})
+
+
+def test_a_ticket_with_a_write_resolves_when_it_is_durable(
+    snapshots: Snapshots, events: queue.SimpleQueue[TicketEvent]
+) -> None:
+    durable = threading.Event()
+    snapshots.submit("checkpoint", 1, lambda: None, lambda: {"durable": durable.wait(DEADLINE_S)})
+    assert events.empty()
+    durable.set()
+    assert events.get(timeout=DEADLINE_S).value == {"durable": True}
+
+
+def test_the_update_waits_for_copies_that_read_what_it_donates_and_for_no_others(snapshots: Snapshots) -> None:
+    release = threading.Event()
+    snapshots.submit("metrics", 1, lambda: {"waited": release.wait(DEADLINE_S)})
+    assert snapshots.wait_copies(0.0) == 0.0
+    snapshots.submit("checkpoint", 1, lambda: None, dict, holds=True)
+    with pytest.raises(WaitTimeoutError, match="copy of checkpoint 1"):
+        snapshots.wait_copies(0.01)
+    release.set()
+    assert snapshots.wait_copies(DEADLINE_S) >= 0.0
+    assert snapshots.wait_copies(0.0) == 0.0
+
+
+def test_a_slow_disk_does_not_hold_up_the_next_metrics(
+    snapshots: Snapshots, events: queue.SimpleQueue[TicketEvent]
+) -> None:
+    release = threading.Event()
+    snapshots.submit("checkpoint", 1, lambda: None, lambda: {"waited": release.wait(DEADLINE_S)}, holds=True)
+    snapshots.submit("metrics", 2, dict)
+    assert events.get(timeout=DEADLINE_S).kind == "metrics"
+    assert snapshots.wait_copies(DEADLINE_S) >= 0.0  # copied is enough; durable comes later
+    release.set()
+    assert events.get(timeout=DEADLINE_S).kind == "checkpoint"
+
+
+def test_host_copies_do_not_pile_up_behind_a_slow_disk(snapshots: Snapshots) -> None:
+    release, copied = threading.Event(), []
+    for step in range(1, 5):
+        snapshots.submit("checkpoint", step, lambda step=step: copied.append(step), lambda: {"w": release.wait()})
+    while len(copied) < 3:  # one is written, one waits, one was copied and waits to be handed over
+        threading.Event().wait(0.001)
+    assert copied == [1, 2, 3]
+    release.set()
+    snapshots.join(DEADLINE_S)
+    assert copied == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("where", ["copy", "write"])
+def test_what_goes_wrong_is_told_by_the_ticket(
+    snapshots: Snapshots, events: queue.SimpleQueue[TicketEvent], where: str
+) -> None:
+    def fail() -> dict[str, object]:
+        raise CheckpointError("disk\nfull")
+
+    def works() -> dict[str, object]:
+        return {}
+
+    snapshots.submit("checkpoint", 1, fail if where == "copy" else works, fail, holds=True)
+    event = events.get(timeout=DEADLINE_S)
+    assert (event.ok, event.value, event.error) == (False, {}, "disk full")
+    snapshots.wait_copies(DEADLINE_S)
+    snapshots.submit("metrics", 1, works)
+    assert events.get(timeout=DEADLINE_S).ok
+
+
+def test_join_waits_for_every_ticket(snapshots: Snapshots) -> None:
+    release = threading.Event()
+    snapshots.submit("checkpoint", 1, lambda: None, lambda: {"w": release.wait(DEADLINE_S)})
+    with pytest.raises(WaitTimeoutError, match="checkpoint 1"):
+        snapshots.join(0.01)
+    release.set()
+    snapshots.join(DEADLINE_S)
+
+
+def test_a_reporter_that_raises_does_not_end_the_threads() -> None:
+    told: list[str] = []
+
+    def emit(event: TicketEvent) -> None:
+        told.append(event.kind)
+        raise ValueError("nobody listens")
+
+    snapshots = Snapshots(emit)
+    snapshots.submit("metrics", 1, dict)
+    snapshots.submit("eval", 1, dict)
+    snapshots.join(DEADLINE_S)
+    snapshots.close()
+    assert told == ["metrics", "eval"]

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from trainer.rig import RUN, Rig, rigged
+
+from shmstage.errors import StaleHandleError
+from shmstage.memory.layout import Layout
+from shmstage.memory.reader import Lease, PoolReader
+from shmstage.wire.handles import handle_from_wire
+
+pytestmark = pytest.mark.slow
+
+
+def sync(rig: Rig, version: int) -> dict[str, Any]:
+    event = rig.ticket(rig.call("prepare_weight_sync", version=version))
+    assert (event.ok, event.kind) == (True, "weights")
+    return event.value
+
+
+class Reader:
+    """Another process's view of the weights pool."""
+
+    def __init__(self, published: dict[str, Any]) -> None:
+        self._reader = PoolReader.attach(published["pool"], run_id=RUN, epoch=published["epoch"])
+        self._reader.register(Layout.from_wire(published["layout"]))
+
+    def lease(self, published: dict[str, Any]) -> Lease:
+        return self._reader.lease(handle_from_wire(published["handle"]))
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def test_published_weights_are_those_of_the_update_before() -> None:
+    with rigged() as rig:
+        rig.train_step(1)
+        want = {name: np.array(leaf) for name, leaf in rig.engine.weights().items()}
+        ticket = rig.call("prepare_weight_sync", version=1)
+        rig.train_step(2)
+        published = rig.ticket(ticket).value
+        reader = Reader(published)
+        lease = reader.lease(published)
+        for name, values in want.items():
+            np.testing.assert_array_equal(lease.views[name], values)
+        assert not np.array_equal(want["w"], np.asarray(rig.engine.weights()["w"]))
+        lease.end()
+        reader.close()
+
+
+def test_a_released_version_is_stale_for_its_readers() -> None:
+    with rigged() as rig:
+        published = sync(rig, 1)
+        reader = Reader(published)
+        lease = reader.lease(published)
+        assert rig.call("release_weight_sync", version=1) == {"released": True}
+        assert rig.call("release_weight_sync", version=1) == {"released": False}
+        with pytest.raises(StaleHandleError):
+            lease.check()
+        del lease
+        reader.close()
+
+
+def test_versions_go_on_although_nobody_reads_or_releases_them() -> None:
+    with rigged() as rig:
+        published = [sync(rig, version) for version in range(1, 6)]
+        reader = Reader(published[-1])
+        for newest in published[-2:]:
+            reader.lease(newest).end()
+        with pytest.raises(StaleHandleError):
+            reader.lease(published[0])
+        reader.close()
+
+
+def test_the_pool_goes_with_the_worker() -> None:
+    with rigged() as rig:
+        name = sync(rig, 1)["pool"]
+    with pytest.raises(Exception, match="cannot open pool"):
+        PoolReader.attach(name, run_id=RUN, epoch=1)
