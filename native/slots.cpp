@@ -105,7 +105,6 @@ std::uint64_t publish(const Slots& pool, std::uint32_t slot, std::uint64_t gener
     store_release(header.target_mask, target_mask);
     store_release(header.generation, generation + 1);
     count(pool, kPublished);
-    if (target_mask == 0) announce_free(pool);
     return generation + 1;
 }
 

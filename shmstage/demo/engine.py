@@ -35,7 +35,7 @@ class EngineSettings:
 
     policy: str = RECORDED
     seed: int = 0
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-4
     weight_decay: float = 0.0
     clip_low: float = 0.2
     clip_high: float = 0.2

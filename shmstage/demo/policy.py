@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -56,8 +57,8 @@ def read_policy(directory: Path) -> Params:
     if got != want:
         raise BundleError(f"{file} has sha256 {got}, the manifest says {want}; {_REMEDY}")
     try:
-        # The library's numpy reader does not know bfloat16; its raw reader does.
-        flat = safetensors.deserialize(data)
+        # The library's numpy reader does not know bfloat16, though its writer does; its raw reader hands out bytes.
+        flat: list[tuple[str, dict[str, Any]]] = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
         raise BundleError(f"{file} is not a safetensors file: {error}; {_REMEDY}") from None
     params: Params = {}

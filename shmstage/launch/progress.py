@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from typing import Any, final
 
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
+from shmstage.events import read_json_lines
 from shmstage.settings import Settings
 
 
@@ -22,7 +24,11 @@ class StepProgress:
         self._settings = settings
         self._console = console
         self._path = settings.out_dir / "steps.jsonl"
-        self._offset = self._path.stat().st_size if settings.resume and self._path.exists() else 0
+        # on resume the file is written anew without the lines of steps that are trained again
+        before = read_json_lines(self._path) if settings.resume else []
+        self._attempts_before = max((line["attempt"] for line in before), default=0)
+        self._inode = 0
+        self._offset = 0
         self._began = time.monotonic()
         self._bar: RichProgress | None = None
 
@@ -60,11 +66,15 @@ class StepProgress:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:
+                self._inode, self._offset = inode, 0
             file.seek(self._offset)
             read = file.read()
         whole, newline, _ = read.rpartition(b"\n")
         self._offset += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines() if line]
+        lines = [json.loads(line) for line in whole.splitlines() if line]
+        return [line for line in lines if line["attempt"] > self._attempts_before]
 
 
 def describe_step(line: dict[str, Any]) -> str:

@@ -177,7 +177,10 @@ def _roll_back(path: Path, *, to_step: int) -> int:
     lines = read_json_lines(path)
     kept = [line for line in lines if line["step"] <= to_step]
     if lines:
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        # in one piece: somebody may be following the file
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        partial.replace(path)
     return 1 + max((line["attempt"] for line in lines), default=0)
 
 

@@ -50,7 +50,7 @@ class Completions:
         self._timing = timing
         self._clock_ns = clock_ns
         self._compute = TokenWatcher("compute", clock_ns=clock_ns)
-        self._uploads = TokenWatcher("uploads", clock_ns=clock_ns)
+        self._uploads = TokenWatcher("uploads", in_order=False, clock_ns=clock_ns)
         self._failures: queue.SimpleQueue[Failure] = queue.SimpleQueue()
         #: waits for uploads; what ``DeviceBuffers`` needs
         self.watch_upload = self._uploads.watch

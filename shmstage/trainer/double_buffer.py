@@ -45,7 +45,7 @@ class DoubleBuffer:
         self._consumer = consumer
         self._sharding = sharding if sharding is not None else SingleDeviceSharding(jax.local_devices()[0])
         self._timeout_s = timeout_s
-        self._watcher = TokenWatcher("double-buffer")
+        self._watcher = TokenWatcher("double-buffer", in_order=False)
         self._buffers = DeviceBuffers(device_buffers, self._watcher.watch, timeout_s=timeout_s)
         self._ahead: StagedBatch | None = None
         self._over = False

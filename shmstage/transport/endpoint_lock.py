@@ -32,12 +32,16 @@ class EndpointLock:
         self._socket_path = path
         self._lock_path = path.with_name(path.name + ".lock")
         self._fd = self._take()
+        # What stands at the path itself is not ours until it is cleared.
+        self._give_up = weakref.finalize(self, _give_up, self._fd, (self._lock_path,), os.getpid())
+        _held.add(self)
         try:
             _clear_stale(path)
         except BaseException:
-            self._release(self._lock_path)  # what stands at the path itself is not ours
+            self.release()
             raise
-        _held.add(self)
+        self._give_up.detach()
+        self._give_up = weakref.finalize(self, _give_up, self._fd, (path, self._lock_path), os.getpid())
 
     def _take(self) -> int:
         while True:
@@ -60,22 +64,23 @@ class EndpointLock:
             os.close(fd)
 
     def release(self) -> None:
-        """Removes socket and lock file and lets go; harmless twice."""
-        self._release(self._socket_path, self._lock_path)
-
-    def _release(self, *paths: Path) -> None:
-        if self._fd < 0:
-            return
+        """Removes socket and lock file and lets go; harmless twice. Also happens at exit."""
+        self._give_up()
         _held.discard(self)
-        for path in paths:
-            with contextlib.suppress(OSError):
-                path.unlink()
-        self._drop()
 
-    def _drop(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+    def forget(self) -> None:
+        """In a forked child: closes the child's copy of the lock, which leaves the parent's as it is."""
+        if self._give_up.detach() is not None:
+            os.close(self._fd)
+
+
+def _give_up(fd: int, paths: tuple[Path, ...], pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    for path in paths:  # while still locked, so that nobody's new files are taken for ours
+        with contextlib.suppress(OSError):
+            path.unlink()
+    os.close(fd)
 
 
 def _clear_stale(path: Path) -> None:
@@ -105,7 +110,7 @@ def _forget_after_fork() -> None:
     # flock belongs to the open file, which a forked child shares: unless the child closes its copy, the path
     # stays locked after the owner has died.
     for lock in list(_held):
-        lock._drop()
+        lock.forget()
     _held.clear()
 
 

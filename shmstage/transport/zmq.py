@@ -11,6 +11,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import cast, final
 
@@ -87,6 +88,10 @@ class _Socket:
         self._poll = select.poll()
         self._poll.register(self.raw.FD, select.POLLIN)
         self._poll.register(self._waker.fd, select.POLLIN)
+        # A socket that nobody closes is closed when it is collected: pyzmq's own clean-up of a context in a
+        # reference cycle, such as a traceback makes, waits for ever. Not at exit: there pyzmq skips it by itself.
+        self._finalizer = weakref.finalize(self, _shut, self.raw, self._context, self._waker, os.getpid())
+        self._finalizer.atexit = False
 
     def send(self, parts: Sequence[bytes]) -> None:
         """Raises ``zmq.ZMQError``, ``zmq.Again`` among them."""
@@ -133,9 +138,14 @@ class _Socket:
 
     def close(self) -> None:
         with self._lock:
-            self.raw.close()
-        self._context.term()
-        self._waker.close()
+            self._finalizer()
+
+
+def _shut(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], waker: _Waker, pid: int) -> None:
+    if os.getpid() == pid:
+        socket.close()
+        context.term()
+        waker.close()
 
 
 @final

@@ -13,6 +13,9 @@ from packed_by_hand import Segment, compiled_logps, pack, segment, step, tiny_pa
 from shmstage.demo.loss import LossConfig, clipped_policy_gradient, loss_weights
 from shmstage.errors import SettingsError
 
+# Whichever runs first compiles for all.
+pytestmark = pytest.mark.slow
+
 CONFIG = LossConfig(kl_coefficient=0.1)
 FIVE = [segment(1, 9), segment(2, 4), segment(3, 12), segment(4, 7), segment(5, 2, prompt=0)]
 A, B, C, D, E = ([one] for one in FIVE)
@@ -56,7 +59,6 @@ def add_up(batches: Sequence[dict[str, np.ndarray]]) -> tuple[float, dict[str, f
     return sum(part[0] for part in parts), sums, gradients
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PACKINGS if name != "unpacked"])
 def test_sums_and_gradients_are_the_same_however_packed(name: str) -> None:
     want_loss, want_sums, want_gradients = add_up(PACKINGS["unpacked"])
@@ -86,7 +88,6 @@ def by_hand(one: Segment, config: LossConfig) -> float:
     return float(total)
 
 
-@pytest.mark.slow
 def test_the_loss_is_the_one_of_the_formula() -> None:
     for config in (CONFIG, LossConfig(clip_low=0.1, clip_high=0.3)):
         loss, sums, _ = step(pack(C), config)
@@ -114,7 +115,6 @@ def test_nothing_that_is_masked_can_make_the_loss_nan() -> None:
     assert all(np.isfinite(leaf).all() for leaf in gradients)
 
 
-@pytest.mark.slow
 def test_sampler_weights_scale_the_policy_term_and_not_the_denominator() -> None:
     config = LossConfig(clip_low=0.1, clip_high=0.3)
     plain, sums, _ = step(pack(C), config)

@@ -15,6 +15,9 @@ from shmstage.demo.model import (
 )
 from shmstage.errors import SettingsError
 
+# Whichever runs first compiles for all.
+pytestmark = pytest.mark.slow
+
 
 def outputs(batch: dict[str, np.ndarray]) -> np.ndarray:
     arrays = batch["completion_ids"], batch["segment_ids"], batch["segment_positions"]

@@ -249,6 +249,9 @@ acts = [lambda: pool.acquire(LAYOUT, timeout_s=1), pool.free_slot_count, pool.co
         lambda: pool.register(LAYOUT), lambda: reader.lease(handle), lambda: reader.end_lease(0, 2), lease.end,
         lease.check, reader.close, lambda: reader.register(LAYOUT),
         lambda: Pool.create(RUN, epoch=1, layouts=[LAYOUT], slots=1, identity=identity)]
+if (brief := os.fork()) == 0:
+    sys.exit(0)  # a normal exit: finalizers run, and must leave the parent's files alone
+os.waitpid(brief, 0)
 read, write = os.pipe()
 parent_lives, held_by_parent = os.pipe()
 pid = os.fork()
@@ -265,7 +268,7 @@ if pid == 0:
     os.close(write)
     os.read(parent_lives, 1)
     os.read(0, 1)
-    sys.exit(0)  # a normal exit: finalizers run, and must leave the parent's files alone
+    os._exit(0)
 print(os.read(read, 100).decode(), pid, identity.lock_path, pool.name, flush=True)
 sys.stdin.readline()
 os.kill(os.getpid(), signal.SIGKILL)

@@ -50,7 +50,7 @@ def test_the_limits_of_the_machine_are_read_unless_given(identity: ProcessIdenti
 def test_space_that_is_gone_after_the_check_is_a_budget_error_that_leaves_nothing(
     identity: ProcessIdentity, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    before, descriptors = list_objects(), len(os.listdir("/proc/self/fd"))
+    before, descriptors = list_objects(RUN), len(os.listdir("/proc/self/fd"))
     real = os.posix_fallocate
 
     def full(descriptor: int, begin: int, nbytes: int) -> None:
@@ -65,7 +65,7 @@ def test_space_that_is_gone_after_the_check_is_a_budget_error_that_leaves_nothin
     monkeypatch.setattr(os, "posix_fallocate", real)
     with pytest.raises(BudgetError):
         Pool.create(RUN, epoch=1, layouts=[LAYOUT], slots=2, identity=identity)
-    assert list_objects() == before
+    assert list_objects(RUN) == before
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 

@@ -185,6 +185,13 @@ def test_a_slot_being_written_cannot_be_withdrawn(ends: Ends) -> None:
     assert slot.publish().generation == 2
 
 
+def test_a_slot_published_for_nobody_is_free_at_once(ends: Ends) -> None:
+    handle = ends.pool.acquire(LAYOUT, timeout_s=1).publish(consumers=0)
+    assert ends.pool.free_slot_count() == 2
+    with pytest.raises(ProtocolError, match="not published for"):
+        ends.reader.lease(handle)
+
+
 def test_aux_slots_are_never_taken_by_an_ordinary_acquire(make_ends: Callable[..., Ends]) -> None:
     ends = make_ends(slots=1, aux_slots=1)
     ordinary = ends.pool.acquire(LAYOUT, timeout_s=0)
@@ -272,9 +279,11 @@ def test_late_fields_are_written_by_the_reader_that_may_and_carry_a_version(make
         ends = make_ends(reader={"writes_late": True}, payload_shift=shift)
         slot = ends.pool.acquire(LAYOUT, timeout_s=1)
         slot.views["mask"][...] = 3
+        slot.views["logps"][...] = np.arange(16).reshape(2, 8)
         handle = slot.publish()
         lease = ends.reader.lease(handle)
         assert lease.late_version("logps") == 0
+        assert lease.late_views["logps"].tolist() == np.arange(16).reshape(2, 8).tolist()  # as the producer left it
         lease.late_views["logps"][...] = 1.5
         lease.commit_late("logps")
         other = ends.reader.lease(handle)

@@ -39,7 +39,7 @@ def test_the_working_directory_is_importable(tmp_path: Path, monkeypatch: pytest
         ("nowhere.at_all:make", PluginError, "no module named 'nowhere'"),
         (f"{HERE}:missing", PluginError, "missing is nothing, not a function"),
         (f"{HERE}:not_callable", PluginError, "not_callable is a int"),
-        (f"{HERE}:raises", PluginError, r"raised KeyError: 'width'; called with settings \['width'\]"),
+        (f"{HERE}:raises", PluginError, r"raised KeyError: 'width'; called with settings \['checkpoint_dir', 'width"),
         (f"{HERE}:refuses", BudgetError, "use width = 100"),
         (f"{HERE}:returns_little", PluginError, "HalfAnEngine, which has no shardings, update, metrics"),
         (f"{HERE}:lacks_optax", MissingExtraError, r"pip install 'shmstage\[train\]'"),

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from shmstage.errors import (
     WaitTimeoutError,
 )
 from shmstage.memory.handle import Handle
+from shmstage.memory.reader import Lease
 from shmstage.testing.engines import FailingEngine, MemoryStore, ReplayingEngine, ToyEngine
+from shmstage.trainer import aliasing
 
 pytestmark = pytest.mark.slow  # each compiles or at least runs real programs
 
@@ -366,6 +370,42 @@ def test_without_a_checkpoint_a_trained_engine_cannot_go_back_to_the_start() -> 
         rig.engine._store.kept.clear()
         with pytest.raises(TrainerError, match="1 updates away"):
             rig.call("restore_checkpoint")
+
+
+def test_an_old_save_is_committed_before_a_restore_chooses() -> None:
+    store = MemoryStore()
+    with rigged(lambda: ToyEngine(store=store)) as rig:
+        rig.train_step(1)
+        store.hold.clear()
+        rig.call("save_checkpoint", step=1, metadata={})
+        threading.Timer(0.05, store.hold.set).start()
+        assert rig.call("restore_checkpoint")["step"] == 1
+
+
+def test_a_stage_whose_upload_failed_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rigged(payload_shift=4) as rig:
+        monkeypatch.setattr(aliasing, "aliases_host_memory", lambda shardings: False)
+        first, handle = rig.publish(1, 0, final=True), rig.publish(2, 0)
+        rig.call("fwd_bwd", handle=first, defer_update=True)
+        assert rig.token("staged", first.request_id).ok
+        lost = StaleHandleError("the slot has moved on")
+        monkeypatch.setattr(Lease, "check", _raises_at(2, lost))
+        rig.call("stage_fwd_bwd", handle=handle)
+        assert not rig.token("staged", handle.request_id).ok
+        assert rig.call("apply_deferred_update")["updated"]  # step 1 is none the worse for it
+        assert rig.ticket(rig.call("get_metrics", step=1)).ok
+        with pytest.raises(EngineError, match="the slot has moved on"):
+            rig.call("fwd_bwd_staged", request_id=handle.request_id)
+
+
+def _raises_at(count: int, error: Exception) -> Callable[[Lease], None]:
+    calls = itertools.count(1)
+
+    def check(lease: Lease) -> None:
+        if next(calls) == count:
+            raise error
+
+    return check
 
 
 def test_a_restore_drops_stage_deferral_and_gradients() -> None:

@@ -359,6 +359,19 @@ def test_consumer_that_leaves_early_is_a_loss_until_another_takes_its_place(prod
         assert take(another) == 3
 
 
+def test_consumer_gives_up_its_identity_only_when_its_good_bye_was_read(producer: Producer) -> None:
+    consumer = pair(producer)
+    with producer._lock:  # the producer reads nothing now
+        leaving = threading.Thread(target=consumer.close)
+        leaving.start()
+        leaving.join(0.2)
+        watch = producer._cells[0].watch
+        assert leaving.is_alive() and watch is not None and not watch.dead()
+    leaving.join()
+    with pytest.raises(PeerLostError, match="left after 0 of 0 slots"):
+        producer.acquire(0.0)
+
+
 def test_slot_in_hand_when_a_consumer_dies_can_still_be_published_for_the_next(producer: Producer) -> None:
     consumer = pair(producer)
     slot = producer.acquire(0.0)
@@ -371,6 +384,7 @@ def test_slot_in_hand_when_a_consumer_dies_can_still_be_published_for_the_next(p
         assert take(another) == 4
 
 
+@pytest.mark.slow
 def test_producer_that_fails_is_no_end_of_stream() -> None:
     with pytest.raises(RuntimeError), Producer("stream", FIELDS) as producer:
         consumer = pair(producer)

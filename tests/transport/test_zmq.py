@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import select
 import socket
 import stat
 import subprocess
@@ -104,6 +106,7 @@ def test_second_bind_is_refused_and_the_first_keeps_its_clients(server: ZmqServe
     channel.close()
 
 
+@pytest.mark.slow
 def test_second_bind_of_another_process_is_refused(server: ZmqServerChannel, endpoint: str) -> None:
     code = f"from shmstage.transport.zmq import ZmqServerChannel; ZmqServerChannel.bind({endpoint!r})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -115,10 +118,11 @@ def test_close_leaves_neither_socket_nor_lock_file(endpoint: str) -> None:
     assert list(socket_path(endpoint).parent.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_path_is_free_again_after_its_owner_was_killed(endpoint: str) -> None:
     code = (
         "import os, signal; from shmstage.transport.zmq import ZmqServerChannel; "
-        f"ZmqServerChannel.bind({endpoint!r}); os.kill(os.getpid(), signal.SIGKILL)"
+        f"kept = ZmqServerChannel.bind({endpoint!r}); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code], check=False)
     assert socket_path(endpoint).is_socket()
@@ -168,8 +172,8 @@ def test_forked_child_does_not_keep_the_path_locked(endpoint: str) -> None:
         os.read(done_read, 1)  # lives longer than the owner's hold
         os._exit(0)
     os.read(ready_read, 1)
+    lock._give_up.detach()
     os.close(lock._fd)  # as the kernel does when the owner is killed
-    lock._fd = -1
     again = EndpointLock(socket_path(endpoint))
     again.release()
     for fd in (done_write, done_read, ready_read, ready_write):
@@ -190,6 +194,7 @@ def test_every_socket_has_its_limits_set(server: ZmqServerChannel, endpoint: str
     channel.close()
 
 
+@pytest.mark.slow
 def test_close_with_frames_nobody_takes_ends_by_its_deadline(server: ZmqServerChannel, endpoint: str) -> None:
     channel = ZmqChannel.connect(endpoint)
     while channel.send(b"x" * 100_000):
@@ -199,10 +204,37 @@ def test_close_with_frames_nobody_takes_ends_by_its_deadline(server: ZmqServerCh
     assert time.monotonic() - begun < 5.0  # the linger is a tenth of a second; without it this never ends
 
 
+def test_channel_that_nobody_closed_does_not_hang_the_collector(endpoint: str) -> None:
+    def forget() -> None:
+        kept = [ZmqServerChannel.bind(endpoint), ZmqChannel.connect(endpoint)]
+        kept[1].send(b"frame")  # type: ignore[union-attr, call-arg]
+        kept.append(kept)  # type: ignore[arg-type]
+
+    forget()
+    gc.collect()  # pyzmq by itself waits here for ever
+    ZmqServerChannel.bind(endpoint).close()  # and the path is free again
+
+
 def test_frame_over_the_limit_never_arrives(server: ZmqServerChannel, endpoint: str) -> None:
     channel = ZmqChannel.connect(endpoint)
     channel.send(b"x" * (FRAME_LIMIT_NBYTES + 1))
     assert server.recv(0.1) is None
+    channel.close()
+
+
+def test_sender_that_may_have_spent_the_receivers_signal_wakes_it(server: ZmqServerChannel, endpoint: str) -> None:
+    channel = ZmqChannel.connect(endpoint)
+    channel.send(b"first")
+    received = server.recv(WAIT_S)
+    assert received is not None
+    channel.send(b"second")
+    waker = select.poll()
+    waker.register(server._socket._waker.fd, select.POLLIN)
+    server._socket.raw.poll(WAIT_S * 1000)  # has arrived, and looking has spent the descriptor's signal
+    assert waker.poll(0) == []
+    server.send(received[0], b"answer")
+    assert waker.poll(0) != []
+    assert server.recv(0.0) == (received[0], b"second")
     channel.close()
 
 

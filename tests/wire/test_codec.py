@@ -266,6 +266,7 @@ def test_what_the_encoder_takes_the_decoder_gives_back(arguments: dict[str, Any]
     assert repr(decode(frame)) == repr(message)  # repr, because nan is not equal to itself
 
 
+@pytest.mark.slow
 def test_wire_imports_neither_jax_nor_zmq_nor_pydantic() -> None:
     code = "import sys, shmstage.wire.codec; print([m for m in ('jax', 'zmq', 'pydantic', 'rich') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
