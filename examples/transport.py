@@ -34,14 +34,18 @@ def write() -> None:
 def read(name: str) -> None:
     handoff_us = []
     with Consumer(name) as consumer:
+        asked_ns = time.monotonic_ns()
         for batch, lease in enumerate(consumer):
-            handoff_us.append((time.monotonic_ns() - lease.views["sent_ns"][0]) / 1000)
+            # a batch that lay ready while the last one was hashed was not late: the later of both instants counts
+            handoff_us.append((time.monotonic_ns() - max(asked_ns, int(lease.views["sent_ns"][0]))) / 1000)
             if batch == WARM_UP:
                 before_kib = anonymous_kib()
             if hash_of(lease.views) != lease.handle.digest:
                 sys.exit(f"batch {batch} arrived altered")
+            asked_ns = time.monotonic_ns()
         grown_kib = anonymous_kib() - before_kib
-    print(f"reader: {len(handoff_us)} hashes right; publish to readable arrays: {sorted(handoff_us)[8]:.0f} us median")
+    median_us = sorted(handoff_us)[len(handoff_us) // 2]
+    print(f"reader: {len(handoff_us)} hashes right; hand-off, publish to readable arrays: {median_us:.0f} us median")
     sys.exit(report("reader", grown_kib))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,16 +29,16 @@ def child_pids() -> set[int]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_survives(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Fails a test that leaves a pool, a lock file, a socket, a thread or a process behind."""
-    runtime = tmp_path / "rt"
-    runtime.mkdir(mode=0o700)
+    # a runtime directory of the test's own, with a path short enough for sockets to live in it
+    runtime = Path(tempfile.mkdtemp(prefix="rt"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    token = f"{os.getpid()}"
     before_shm, before_threads, before_children = shared_memory_objects(), own_threads(), child_pids()
-    yield
-    left = [f"/dev/shm/{name}" for name in shared_memory_objects() - before_shm if _is_ours(name, token)]
-    left += [f"socket {p}" for p in runtime.rglob("*") if p.is_socket()]
+    yield runtime
+    left = [f"/dev/shm/{name}" for name in shared_memory_objects() - before_shm if _is_ours(name)]
+    left += [f"file {p}" for p in runtime.rglob("*") if not p.is_dir()]
+    shutil.rmtree(runtime, ignore_errors=True)
     left += [f"thread {t.name}" for t in own_threads() - before_threads if not _ends(t)]
     left += [f"process {pid}" for pid in child_pids() - before_children if not _is_helper(pid)]
     assert not left, f"left behind: {', '.join(left)}"
@@ -56,7 +57,7 @@ def _is_helper(pid: int) -> bool:
         return True
 
 
-def _is_ours(name: str, token: str) -> bool:
+def _is_ours(name: str) -> bool:
     # under pytest-xdist other workers make pools at the same time: what a living process holds open is not a leak
     path = str(SHM / name)
     me = psutil.Process()

@@ -77,8 +77,8 @@ def _extend(
         scores = logits(params, ids, segments, positions)[:, at - 1]
         drawn = jax.random.categorical(jax.random.fold_in(key, at), scores).astype(jnp.int32)
         logp = jnp.take_along_axis(jax.nn.log_softmax(scores), drawn[:, None], axis=1)[:, 0]
-        # A longer prompt still gives its own token here; a finished sequence stays as it is.
-        free = (at >= lengths) & ~done
+        # A longer prompt still gives its own token here. A finished sequence goes on; _cut() drops that.
+        free = at >= lengths
         ids = ids.at[:, at].set(jnp.where(free, drawn, ids[:, at]))
         logps = logps.at[:, at].set(jnp.where(free, logp, 0.0))
         return at + 1, ids, logps, done | (free & (drawn == end))

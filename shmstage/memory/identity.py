@@ -14,7 +14,7 @@ import weakref
 from typing import final
 
 from shmstage.errors import ForkedError, PoolError
-from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, new_name
+from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, is_ours, new_name
 
 _ALIVE: weakref.WeakSet[ProcessIdentity] = weakref.WeakSet()
 
@@ -110,6 +110,10 @@ class PeerWatch:
         self._descriptor = -1
         self._pidfd = -1
         self._gone = False
+        directory, name = os.path.split(lock_path)
+        # the path comes from a message or a header: nothing but a lock of ours is ever opened
+        if directory != SHM_DIR or not name.endswith(LOCK_SUFFIX) or not is_ours(name):
+            raise PoolError(f"{lock_path[:80]!r} is not a lifetime lock of this user")
         try:
             self._descriptor = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:

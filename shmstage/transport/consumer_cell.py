@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import final
 
-from shmstage.errors import ProtocolError
+from shmstage.errors import PoolError, ProtocolError
 from shmstage.memory.handle import Handle
 from shmstage.memory.identity import PeerWatch
-from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, is_ours
 from shmstage.wire.messages import Attach
 
 
@@ -52,10 +50,10 @@ class ConsumerCell:
 
 def watch_of(attach: Attach) -> PeerWatch:
     """A watch on the living process that attaches. Raises ``ProtocolError`` unless its lock is one of ours."""
-    directory, name = os.path.split(attach.lock_path)
-    if directory != SHM_DIR or not name.endswith(LOCK_SUFFIX) or not is_ours(name):
-        raise ProtocolError(f"lock {attach.lock_path[:80]!r} is not a lifetime lock of this user")
-    watch = PeerWatch(attach.lock_path, attach.pid, attach.start_ticks)
+    try:
+        watch = PeerWatch(attach.lock_path, attach.pid, attach.start_ticks)
+    except PoolError as error:
+        raise ProtocolError(str(error)) from None
     if watch.dead():
         watch.close()
         raise ProtocolError(f"{watch.describe()} is dead; its attach comes too late")

@@ -105,9 +105,12 @@ def test_a_pid_is_not_compared_across_namespaces(identity: ProcessIdentity, monk
     foreign.close()
 
 
-def test_a_lock_path_that_cannot_be_watched_is_a_pool_error(tmp_path: object) -> None:
-    with pytest.raises(PoolError):
-        PeerWatch(f"{tmp_path}/")
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "/dev/shm/../../etc/shmstage.0.abcdef.12345.lock", "", "/dev/shm/x.lock"]
+)
+def test_nothing_but_a_lifetime_lock_of_ours_is_ever_opened(path: str) -> None:
+    with pytest.raises(PoolError, match="not a lifetime lock of this user"):
+        PeerWatch(path)
 
 
 def test_the_start_time_of_an_unknown_process_is_unknown() -> None:

@@ -70,19 +70,19 @@ def test_longest_base_directory_that_is_used_still_fits_with_its_lock_file() -> 
             assert len(os.fsencode(path / "12345678-0123456789abcdef.lock")) <= PATH_LIMIT_NBYTES
 
 
-def test_runtime_directory_is_private_to_the_user(short_runtime_directory: Path) -> None:
-    environ = {"XDG_RUNTIME_DIR": str(short_runtime_directory)}
+def test_runtime_directory_is_private_to_the_user(nothing_survives: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(nothing_survives)}
     path = runtime_dir(environ)
-    assert path.parent == short_runtime_directory
+    assert path.parent == nothing_survives
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     path.chmod(0o755)
     assert stat.S_IMODE(runtime_dir(environ).stat().st_mode) == 0o700
 
 
-def test_runtime_directory_that_is_a_link_is_refused(short_runtime_directory: Path, tmp_path: Path) -> None:
-    (short_runtime_directory / f"shmstage-{os.getuid()}").symlink_to(tmp_path)
+def test_runtime_directory_that_is_a_link_is_refused(nothing_survives: Path, tmp_path: Path) -> None:
+    (nothing_survives / f"shmstage-{os.getuid()}").symlink_to(tmp_path)
     with pytest.raises(TransportError, match="not a directory of user"):
-        runtime_dir({"XDG_RUNTIME_DIR": str(short_runtime_directory)})
+        runtime_dir({"XDG_RUNTIME_DIR": str(nothing_survives)})
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5555", "ipc://relative", "/tmp/x", f"ipc:///{'x' * 107}"])
