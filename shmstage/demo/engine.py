@@ -52,7 +52,9 @@ class EngineSettings:
             raise SettingsError(f"engine setting seed = {self.seed}: must not be negative")
         # Written so that NaN fails too.
         if not 0.0 < self.learning_rate < math.inf:
-            raise SettingsError(f"engine setting learning_rate = {self.learning_rate}: must be greater than 0")
+            raise SettingsError(
+                f"engine setting learning_rate = {self.learning_rate}: must be greater than 0"
+            )
         if not 0.0 <= self.weight_decay < math.inf:
             raise SettingsError(f"engine setting weight_decay = {self.weight_decay}: must not be negative")
 
@@ -74,7 +76,9 @@ def make_engine(settings: Mapping[str, object]) -> OptaxEngine:
     parsed = parse(settings)
     loss = parsed.loss
 
-    def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def loss_fn(
+        params: Params, batch: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         return clipped_policy_gradient(params, batch, loss)
 
     return OptaxEngine(
@@ -104,7 +108,9 @@ def initial_params(settings: EngineSettings) -> Params:
 def parse(settings: Mapping[str, object]) -> EngineSettings:
     """Check names and types; a string from the command line or the environment is read as its field's type."""
     wanted = {"float": float, "int": int, "str": str}
-    known = {field.name: wanted[str(field.type).partition(" ")[0]] for field in dataclasses.fields(EngineSettings)}
+    known = {
+        field.name: wanted[str(field.type).partition(" ")[0]] for field in dataclasses.fields(EngineSettings)
+    }
     found: dict[str, Any] = {}
     for name, value in settings.items():
         if name not in known:

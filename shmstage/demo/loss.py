@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from shmstage.demo.model import Params, has_prediction, per_token_logps
 from shmstage.errors import SettingsError
 
+MAX_LOG_RATIO = 20.0
+
 
 @dataclass(frozen=True)
 class LossConfig:
@@ -56,7 +58,7 @@ def clipped_policy_gradient(
     weighed = weights != 0
     logps = per_token_logps(params, batch)
     # Zeroed before exp(): an infinity there times weight 0 would be NaN, in the gradient too.
-    log_ratio = jnp.where(weighed, logps - batch["old_per_token_logps"], 0.0)
+    log_ratio = _bounded(jnp.where(weighed, logps - batch["old_per_token_logps"], 0.0))
     ratio = jnp.exp(log_ratio)
     clipped = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
     advantages = batch["advantages"]
@@ -69,8 +71,13 @@ def clipped_policy_gradient(
         "old_policy_kl": jnp.sum((ratio - 1.0 - log_ratio) * weights),
     }
     if config.kl_coefficient and "ref_per_token_logps" in batch:
-        away = jnp.where(weighed, batch["ref_per_token_logps"] - logps, 0.0)
+        away = _bounded(jnp.where(weighed, batch["ref_per_token_logps"] - logps, 0.0))
         divergence = jnp.exp(away) - away - 1.0
         per_token = per_token + config.kl_coefficient * divergence
         sums["reference_kl"] = jnp.sum(divergence * weights)
     return jnp.sum(jnp.where(weighed, per_token * weights, 0.0)), jnp.sum(weights), sums
+
+
+def _bounded(log_ratio: jax.Array) -> jax.Array:
+    """Far off-policy tokens: exp() must not overflow, or the gradient that the clip zeroes is 0 x infinity."""
+    return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)

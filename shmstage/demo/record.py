@@ -64,7 +64,10 @@ def record(out: Path, settings: RecordSettings, report: Report, model: ModelConf
     problems = [make_problem(rng, task) for _ in range(settings.groups)]
     rollouts = _rollouts(params, problems, sample_key, settings, report)
     rewards = np.array(
-        [[verify(problem, _completion(r)) for r in group] for problem, group in zip(problems, rollouts, strict=True)]
+        [
+            [verify(problem, _completion(r)) for r in group]
+            for problem, group in zip(problems, rollouts, strict=True)
+        ]
     )
     trajectories = _trajectories(rollouts, rewards, settings)
     policy = encode_policy(params)
@@ -119,7 +122,9 @@ def _warmed_up(
         task,
         steps=settings.warmup_steps,
         tokens=MAX_TOKENS,
-        report=lambda step, loss: report(f"warm-up step {step}/{settings.warmup_steps}: loss {loss:.3f} per token"),
+        report=lambda step, loss: report(
+            f"warm-up step {step}/{settings.warmup_steps}: loss {loss:.3f} per token"
+        ),
     )
 
 
@@ -192,7 +197,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--groups", type=int, default=defaults.groups, help="problems (default %(default)s)")
     parser.add_argument(
-        "--group-size", type=int, default=defaults.group_size, help="completions of each (default %(default)s)"
+        "--group-size",
+        type=int,
+        default=defaults.group_size,
+        help="completions of each (default %(default)s)",
     )
     parser.add_argument(
         "--groups-per-batch",

@@ -87,9 +87,7 @@ def _extend(
     return ids, logps, done
 
 
-def _cut(
-    ids: npt.NDArray[np.int32], logps: npt.NDArray[np.float32], prompt_length: int, end: int
-) -> Rollout:
+def _cut(ids: npt.NDArray[np.int32], logps: npt.NDArray[np.float32], prompt_length: int, end: int) -> Rollout:
     ends = np.flatnonzero(ids[prompt_length:] == end)
     length = prompt_length + int(ends[0]) + 1 if len(ends) else len(ids)
     return Rollout(ids[:length].copy(), logps[:length].copy(), prompt_length)

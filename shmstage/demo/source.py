@@ -23,7 +23,9 @@ def make_source(settings: Mapping[str, object]) -> BundleSource:
     """
     for name, value in settings.items():
         if name != "bundle":
-            raise SettingsError(f"unknown source setting {name} = {value!r}; the demo's source knows only bundle")
+            raise SettingsError(
+                f"unknown source setting {name} = {value!r}; the demo's source knows only bundle"
+            )
         if not isinstance(value, str) or not value:
             raise SettingsError(f"source setting bundle = {value!r}: must be the directory of a bundle")
     given = settings.get("bundle")

@@ -57,7 +57,7 @@ def claimed(settings: Settings) -> Iterator[Path]:
 
 def _prepare(settings: Settings, out: Path) -> None:
     checkpoints = out / "checkpoints"
-    held = sorted(p.name for p in checkpoints.iterdir()) if checkpoints.is_dir() else []
+    held = [p.name for p in checkpoints.iterdir() if p.name.isdigit()] if checkpoints.is_dir() else []
     if held and not settings.resume:
         raise SettingsError(
             f"out = {out} holds {len(held)} checkpoint{'s' * (len(held) > 1)} of an earlier run; "

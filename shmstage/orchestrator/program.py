@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any, final
 
 from shmstage.errors import (
+    CancelledError,
+    PeerLostError,
+    PeerRestartedError,
     RunFailedError,
     ShmstageError,
     StoppedError,
     TokenFailedError,
-    TrainerError,
-    TransportError,
     WaitTimeoutError,
 )
 from shmstage.orchestrator.feeder import EndOfInput, Feeder, FeederEvent, PackedMicrobatch
@@ -142,12 +143,13 @@ class Program:
         self._stage_wait_began = None
         try:
             self._trainer.stage_fwd_bwd(packed.handle)
-        except WaitTimeoutError as lost:
+        except (WaitTimeoutError, CancelledError) as lost:
             print(f"staging is off for the rest of the run: {lost}", flush=True)
             self._schedule.stage_lost(command)
-        except TransportError:
+        except (PeerLostError, PeerRestartedError, StoppedError):
             raise
-        except TrainerError as raised:
+        except ShmstageError as raised:
+            # whatever its class, the trainer has spoken: there is an update to save before the run ends
             self._stage_error = raised
             self._schedule.stage_raised(command)
         else:

@@ -6,6 +6,7 @@ Only host arrays go in: orbax given arrays still being computed blocks its calle
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from shmstage.errors import CheckpointError, MissingExtraError
 METADATA = "metadata.json"
 STATE = "state"
 PARTIAL = ".partial-"
+REPLACED = ".replaced-"
 
 
 class CheckpointStore(Protocol):
@@ -62,10 +64,16 @@ class OrbaxStore:
             with checkpointer() as writer:
                 writer.save(partial / STATE, tree)
             (partial / METADATA).write_text(text)
+            _flush(partial)
             # a rename is what makes it complete: whoever is killed before it leaves no half checkpoint
-            shutil.rmtree(final_path, ignore_errors=True)
+            replaced = self.directory / f"{REPLACED}{step}"
+            shutil.rmtree(replaced, ignore_errors=True)
+            if final_path.exists():
+                final_path.rename(replaced)
             partial.rename(final_path)
-        except (OSError, ValueError, TypeError) as error:
+            _flush_directory(self.directory)
+            shutil.rmtree(replaced, ignore_errors=True)
+        except Exception as error:  # orbax and tensorstore have error kinds of their own
             raise CheckpointError(f"checkpoint {step} in {self.directory} was not written: {error}") from error
         return str(final_path)
 
@@ -87,6 +95,26 @@ class OrbaxStore:
                 f"checkpoint {path} cannot be restored into this model: {type(error).__name__}: {error}"
             ) from error
         return tree, metadata
+
+
+def _flush(tree: Path) -> None:
+    """Durable means that a machine that loses power has it, too: files first, then the directories that name them."""
+    paths = [tree, *tree.rglob("*")]
+    for path in paths:
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    for path in paths:
+        if path.is_dir():
+            _flush_directory(path)
+
+
+def _flush_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _check_leaf(path: Any, want: Any, got: Any) -> None:

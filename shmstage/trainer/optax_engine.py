@@ -101,9 +101,17 @@ class OptaxEngine:
             target = sharding
         else:
             target = NamedSharding(self._mesh, partition_spec())
-        # through the host: on CPU device_put of an aligned numpy array would alias the caller's memory
-        owned: jax.Array = jax.device_put(jnp.array(leaf, copy=True), target)
+        # a copy first: on CPU device_put of an aligned numpy array would alias the caller's memory, and on a mesh a
+        # large one must not go through the default device
+        on_mesh = self._mesh is not None and not isinstance(leaf, jax.Array)
+        copied = np.array(leaf) if on_mesh else jnp.array(leaf, copy=True)
+        owned: jax.Array = jax.device_put(copied, target)
         return owned
+
+    def _place(self, loaded: np.ndarray[Any, Any], like: jax.Array) -> jax.Array:
+        source = loaded if self._mesh is not None else jnp.array(loaded, copy=True)
+        placed: jax.Array = jax.device_put(source, like.sharding)
+        return placed
 
     # --- a step ---------------------------------------------------------------------------------------------
 
@@ -184,7 +192,7 @@ class OptaxEngine:
         state = (self._params, self._opt_state)
         template = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
         loaded, metadata = self._store.load(steps[-1], template)
-        placed = jax.tree.map(lambda new, old: jax.device_put(jnp.array(new, copy=True), old.sharding), loaded, state)
+        placed = jax.tree.map(self._place, loaded, state)
         wait_ready(placed)
         self._params, self._opt_state = placed
         return metadata

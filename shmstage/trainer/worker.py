@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -17,6 +17,7 @@ import jax
 from shmstage.errors import CheckpointError, EngineError, PeerRestartedError, PoolError, ProtocolError, ShmstageError
 from shmstage.events import JsonLines
 from shmstage.memory.identity import ProcessIdentity
+from shmstage.trainer.aliasing import nudge
 from shmstage.trainer.arguments import Arguments, for_the_record
 from shmstage.trainer.attachment import Attachment
 from shmstage.trainer.completions import Completions
@@ -322,11 +323,9 @@ class Worker:
         self._stepper.attach(None)
         self._gate.detached()
         if current is not None:
-            try:
+            nudge()  # JAX may still hold views that an upload read
+            with suppress(PoolError):  # its memory goes with the last array over it; none of ours is left
                 current.close()
-            except PoolError:
-                # its memory goes with the last array over it; none of ours is left
-                pass
 
     def _guarded(self, command: str, run: Callable[[], T]) -> T:
         try:

@@ -36,7 +36,9 @@ def _compiled_step(config: LossConfig) -> Any:
     return jax.jit(jax.value_and_grad(of, has_aux=True))
 
 
-def step(batch: dict[str, np.ndarray], config: LossConfig) -> tuple[float, dict[str, float], list[np.ndarray]]:
+def step(
+    batch: dict[str, np.ndarray], config: LossConfig
+) -> tuple[float, dict[str, float], list[np.ndarray]]:
     """Loss sum, the other sums, and the gradients' leaves."""
     (loss, sums), gradients = _compiled_step(config)(tiny_params(), batch)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(gradients)]

@@ -53,7 +53,9 @@ def test_lengths_are_uneven_and_fit() -> None:
         ("", 0.0),
     ],
 )
-def test_the_verifier_gives_half_for_the_answer_and_half_for_the_steps(completion: str, reward: float) -> None:
+def test_the_verifier_gives_half_for_the_answer_and_half_for_the_steps(
+    completion: str, reward: float
+) -> None:
     assert verify(PROBLEM, completion) == pytest.approx(reward)
 
 

@@ -70,7 +70,9 @@ def test_the_shipped_policy_has_a_few_hundred_thousand_parameters() -> None:
 @pytest.mark.slow
 def test_a_fresh_policy_is_drawn_from_the_seed() -> None:
     sizes = {"d_model": 16, "layers": 1, "heads": 2, "d_ff": 16, "vocabulary": 32}
-    one, again, other = (initial_params(EngineSettings(policy="fresh", seed=seed, **sizes)) for seed in (1, 1, 2))
+    one, again, other = (
+        initial_params(EngineSettings(policy="fresh", seed=seed, **sizes)) for seed in (1, 1, 2)
+    )
     np.testing.assert_array_equal(one["embedding"], again["embedding"])
     assert np.any(one["embedding"] != other["embedding"])
 
@@ -88,14 +90,18 @@ def test_the_shipped_bundle_is_whole_small_and_uneven() -> None:
 def test_advantages_of_a_group_sum_to_zero_over_its_trajectories() -> None:
     seen = 0
     for group in make_source({}).groups(0):
-        advantages = [trajectory.advantages.max() + trajectory.advantages.min() for trajectory in group.trajectories]
+        advantages = [
+            trajectory.advantages.max() + trajectory.advantages.min() for trajectory in group.trajectories
+        ]
         assert abs(sum(advantages)) < 1e-4
         seen += any(advantages)
     assert seen > 10
 
 
 def test_the_source_names_a_setting_it_does_not_know() -> None:
-    with pytest.raises(SettingsError, match="unknown source setting path = 'x'; the demo's source knows only bundle"):
+    with pytest.raises(
+        SettingsError, match="unknown source setting path = 'x'; the demo's source knows only bundle"
+    ):
         make_source({"path": "x"})
     with pytest.raises(SettingsError, match="bundle = 3"):
         make_source({"bundle": 3})

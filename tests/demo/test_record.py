@@ -81,7 +81,17 @@ def test_one_seed_records_one_bundle(
     monkeypatch.setattr(recording, "ModelConfig", lambda: ModelConfig(d_model=16, layers=1, heads=2, d_ff=16))
     monkeypatch.setattr(recording, "TaskConfig", lambda: TaskConfig(max_terms=4))
     monkeypatch.setattr(recording, "MAX_TOKENS", 40)
-    arguments = ["--groups", "3", "--group-size", "2", "--groups-per-batch", "2", "--warmup-steps", "2", "--json"]
+    arguments = [
+        "--groups",
+        "3",
+        "--group-size",
+        "2",
+        "--groups-per-batch",
+        "2",
+        "--warmup-steps",
+        "2",
+        "--json",
+    ]
     for name in ("one", "again"):
         assert main([str(tmp_path / name), "--seed", "4", *arguments]) == 0
         printed = capsys.readouterr()

@@ -36,6 +36,7 @@ def test_a_second_run_in_the_same_directory_is_refused_while_the_first_lives(tmp
 
 def test_checkpoints_need_resume(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".partial-5").mkdir()
     with pytest.raises(SettingsError, match="holds 1 checkpoint .* add --resume"), claimed(settings(tmp_path)):
         pass
     with claimed(settings(tmp_path, resume=True)):

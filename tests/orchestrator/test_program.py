@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from shmstage.errors import EngineError, RunFailedError, StoppedError, TokenFailedError, WaitTimeoutError
+from shmstage.errors import (
+    EngineError,
+    LayoutError,
+    ProtocolError,
+    RunFailedError,
+    ShmstageError,
+    StaleHandleError,
+    StoppedError,
+    TokenFailedError,
+    WaitTimeoutError,
+)
 from shmstage.memory.handle import Handle
 from shmstage.orchestrator.feeder import EndOfInput, PackedMicrobatch
 from shmstage.orchestrator.ledger import Ledger
@@ -190,16 +200,19 @@ def test_a_stage_lost_on_the_way_is_said_once_and_the_run_goes_on_unstaged(capsy
     assert commands.count("apply_deferred_update") == 1
 
 
-def test_a_stage_that_raised_ends_the_run_after_update_and_checkpoint_with_its_error() -> None:
+@pytest.mark.parametrize("error", [EngineError, StaleHandleError, LayoutError, ProtocolError])
+def test_a_stage_that_raised_ends_the_run_after_update_and_checkpoint_with_its_error(
+    error: type[ShmstageError],
+) -> None:
     trainer = InstantTrainer()
 
     def fail(record: dict[str, Any]) -> None:
         if record["step"] == 3 and record["index"] == 0:
-            raise EngineError("out of device memory")
+            raise error("out of device memory")
 
     trainer.fail["stage_fwd_bwd"] = fail
     program, feeder, lines = make("staged_before_update", trainer)
-    with pytest.raises(EngineError, match="out of device memory"):
+    with pytest.raises(error, match="out of device memory"):
         run(program, feeder)
     assert [r["command"] for r in trainer.received][-3:] == ["apply_deferred_update", "get_metrics", "save_checkpoint"]
     assert [line["step"] for line in lines] == [1, 2]
