@@ -11,6 +11,8 @@ class ShmstageError(Exception):
     """
 
     exit_code = 5
+    #: True if it was raised in the peer and came back as its answer
+    from_peer = False
 
 
 # --- bad input: correct it and call again -----------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, final
 
-from shmstage.errors import ShmstageError
+from shmstage.errors import RunFailedError, ShmstageError, by_name
 
 
 @final
@@ -56,6 +56,18 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 def failure_path(out: Path, role: str) -> Path:
     return out / f"{role}.failure.json"
+
+
+def read_failure(out: Path, role: str) -> ShmstageError | None:
+    """What ``write_failure`` left, as an error of the same class; ``None`` if the child left nothing."""
+    path = failure_path(out, role)
+    if not path.exists():
+        return None
+    record = json.loads(path.read_text())
+    cls = by_name().get(record["kind"])
+    if cls is None:
+        return RunFailedError(f"{record['kind']}: {record['text']}; traceback in {out / role}.log")
+    return cls(record["text"])
 
 
 def write_failure(out: Path, role: str, error: BaseException) -> int:

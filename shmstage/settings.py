@@ -52,7 +52,7 @@ class Settings(BaseModel):
     aux_slots: int = Field(1, ge=0, le=4096, description="places for evaluation and scoring, never for training")
     device_buffers: int = Field(2, ge=2, le=64, description="micro-batches held on the device side")
     checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: only the one before step 1")
-    weight_sync: Literal["off", "async", "sync"] = Field("off", description="publish weights after every update")
+    weight_sync: Literal["off", "async"] = Field("off", description="publish weights after every update")
     verify: Literal["digest", "full"] = Field("digest", description="full: also hash the arrays the engine gets")
     resume: bool = Field(False, description="continue from the newest checkpoint in OUT")
 
@@ -167,31 +167,46 @@ def _check_known(given: Mapping[str, _Given]) -> None:
             raise SettingsError(f"unknown setting {key} = {item.value!r} ({item.origin}){hint}")
 
 
+#: what each mode says of the three switches, in the order of ``SWITCHES``
+_MEANING: dict[Boundary, tuple[bool, bool, bool]] = {
+    "serial": (False, False, True),
+    "pipelined": (True, False, True),
+    "staged_after_update": (True, True, False),
+    "staged_before_update": (True, True, True),
+}
+
+
 def _fold_switches(given: dict[str, _Given]) -> None:
-    """Turn the three switches into ``boundary``; of two spellings the one from the higher level wins."""
+    """Turn the three switches into ``boundary``.
+
+    ``boundary`` sets all three; a switch from a higher level changes its own one. On the same level they must agree,
+    where it matters: ``stage_before_update`` acts only with staging.
+    """
     switches = {key: given.pop(key) for key in SWITCHES if key in given}
-    if not switches:
+    named = given.get("boundary", _Given("serial", 0, "default"))
+    if not switches or named.value not in _MEANING:
         return
-    value = {key: _as_bool(key, item) for key, item in switches.items()}
-    if value.get("stage_next_microbatch") and not value.get("pipeline_step_boundary"):
+    value = dict(zip(SWITCHES, _MEANING[named.value], strict=True))
+    for key, item in switches.items():
+        wanted = _as_bool(key, item)
+        matters = key != "stage_before_update" or value["stage_next_microbatch"]
+        if item.level == named.level and matters and wanted != value[key]:
+            raise SettingsError(
+                f"boundary = {named.value} ({named.origin}) contradicts {key} ({item.origin}); give one of them"
+            )
+        if item.level > named.level:
+            value[key] = wanted
+    if value["stage_next_microbatch"] and not value["pipeline_step_boundary"]:
+        origin = switches.get("stage_next_microbatch", named).origin
         raise SettingsError(
-            f"stage_next_microbatch ({switches['stage_next_microbatch'].origin}) needs pipeline_step_boundary; "
-            "add --pipeline-step-boundary or drop it"
+            f"stage_next_microbatch ({origin}) needs pipeline_step_boundary; add --pipeline-step-boundary or drop it"
         )
-    mode: Boundary = "serial"
-    if value.get("pipeline_step_boundary"):
-        mode = "pipelined"
-    if value.get("stage_next_microbatch"):
-        mode = "staged_before_update" if value.get("stage_before_update", True) else "staged_after_update"
-    top = max(switches.values(), key=lambda item: item.level)
-    named = given.get("boundary")
-    if named is not None and named.level > top.level:
-        return
-    if named is not None and named.level == top.level and named.value != mode:
-        raise SettingsError(
-            f"boundary = {named.value} ({named.origin}) contradicts {top.origin}, which means {mode}; give one of them"
-        )
-    given["boundary"] = _Given(mode, top.level, top.origin)
+    mode: Boundary = "pipelined" if value["pipeline_step_boundary"] else "serial"
+    if value["stage_next_microbatch"]:
+        mode = "staged_before_update" if value["stage_before_update"] else "staged_after_update"
+    if mode != named.value:
+        top = max(switches.values(), key=lambda item: item.level)
+        given["boundary"] = _Given(mode, top.level, top.origin)
 
 
 def _as_bool(key: str, item: _Given) -> bool:

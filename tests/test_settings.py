@@ -74,9 +74,40 @@ def test_a_flag_of_one_spelling_beats_the_file_in_the_other(tmp_path: Path) -> N
     assert resolve({"boundary": "serial"}, {"PIPELINE_STEP_BOUNDARY": "1"}).settings.boundary == "serial"
 
 
-def test_contradicting_spellings_of_one_level_are_refused() -> None:
-    with pytest.raises(SettingsError, match="boundary = serial .* contradicts"):
-        resolve({"boundary": "serial", "pipeline_step_boundary": True}, {})
+@pytest.mark.parametrize(
+    ("boundary", "switch", "value"),
+    [
+        ("serial", "pipeline_step_boundary", True),
+        ("pipelined", "pipeline_step_boundary", False),
+        ("pipelined", "stage_next_microbatch", True),
+        ("staged_after_update", "stage_before_update", True),
+    ],
+)
+def test_contradicting_spellings_of_one_level_are_refused(boundary: str, switch: str, value: bool) -> None:
+    with pytest.raises(SettingsError, match=f"boundary = {boundary} .* contradicts {switch}"):
+        resolve({"boundary": boundary, switch: value}, {})
+
+
+def test_spellings_that_agree_are_accepted_together() -> None:
+    flags = {"boundary": "staged_before_update", "pipeline_step_boundary": True, "stage_before_update": True}
+    assert resolve(flags, {}).settings.boundary == "staged_before_update"
+    assert resolve({"boundary": "serial", "stage_before_update": False}, {}).settings.boundary == "serial"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "mode"),
+    [
+        ({}, {"STAGE_BEFORE_UPDATE": "1"}, "staged_before_update"),
+        ({"stage_before_update": False}, {}, "staged_after_update"),
+        ({"stage_next_microbatch": False}, {}, "pipelined"),
+        ({"stage_next_microbatch": False, "pipeline_step_boundary": False}, {}, "serial"),
+    ],
+)
+def test_a_switch_changes_its_own_part_of_a_boundary_named_below_it(
+    flags: dict[str, bool], environment: dict[str, str], mode: str, tmp_path: Path
+) -> None:
+    file = toml(tmp_path, 'boundary = "staged_before_update"\n')
+    assert resolve(flags, environment, file).settings.boundary == mode
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_name(tmp_path: Path) -> None:

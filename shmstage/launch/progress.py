@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -14,6 +15,13 @@ from rich.table import Table
 
 from shmstage.events import read_json_lines
 from shmstage.settings import Settings
+
+
+class PatientConsole(Console):
+    """A console that falls silent when nobody reads it any more; rich itself would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 @final
@@ -31,6 +39,7 @@ class StepProgress:
         self._offset = 0
         self._began = time.monotonic()
         self._bar: RichProgress | None = None
+        self._quiet = False
 
     def __enter__(self) -> StepProgress:
         settings = self._settings
@@ -54,13 +63,20 @@ class StepProgress:
             self._bar.stop()
 
     def poll(self) -> None:
-        """Show step lines written since the last call."""
-        for line in self._new_lines():
-            text = describe_step(line)
-            if self._bar is None:
-                self._console.print(text, highlight=False, soft_wrap=True)
-            else:
-                self._bar.update(self._task, completed=line["step"], description=text)
+        """Show step lines written since the last call. Never raises: after the first failure it is quiet."""
+        if self._quiet:
+            return
+        try:
+            for line in self._new_lines():
+                text = describe_step(line)
+                if self._bar is None:
+                    self._console.print(text, highlight=False, soft_wrap=True)
+                else:
+                    self._bar.update(self._task, completed=line["step"], description=text)
+        except Exception as error:  # stderr closed, an odd line: the run goes on without an audience
+            self._quiet = True
+            with contextlib.suppress(Exception):
+                self._console.print(f"progress is no longer shown: {error}", highlight=False)
 
     def _new_lines(self) -> list[dict[str, Any]]:
         if not self._path.exists():
@@ -79,9 +95,10 @@ class StepProgress:
 
 def describe_step(line: dict[str, Any]) -> str:
     """A step line in words."""
-    idle = line["boundary_idle_s"]
+    idle, loss = line["boundary_idle_s"], line["loss"]
     return (
-        f"step {line['step']:>3}  loss {line['loss']:+.4f}  {line['tokens']} tokens  {1e3 * line['step_s']:.0f} ms"
+        f"step {line['step']:>3}  loss {'-' if loss is None else f'{loss:+.4f}'}  {line['tokens']} tokens"
+        f"  {1e3 * line['step_s']:.0f} ms"
         + (f"  boundary idle {1e3 * idle:.1f} ms" if idle is not None else "")
         + ("  staged" if line["staged"] else "")
     )
@@ -113,5 +130,6 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.2f} ms"
 
 
-def _first_last(losses: list[float]) -> str:
-    return f"{losses[0]:+.5f} → {losses[-1]:+.5f}" if losses else "-"
+def _first_last(losses: list[float | None]) -> str:
+    known = [loss for loss in losses if loss is not None]
+    return f"{known[0]:+.5f} → {known[-1]:+.5f}" if known else "-"

@@ -17,7 +17,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "boundary": BOUNDARIES,
     "verify": ("digest", "full"),
     "on_overlong": ("error", "drop"),
-    "weight_sync": ("off", "async", "sync"),
+    "weight_sync": ("off", "async"),
 }
 
 
@@ -69,12 +69,10 @@ def main(argv: Sequence[str]) -> int:
 
 def run_with_progress(settings: Settings, *, as_json: bool = False) -> dict[str, Any]:
     """Run with live progress on stderr; returns the summary."""
-    from rich.console import Console
-
-    from shmstage.launch.progress import StepProgress, summary_table
+    from shmstage.launch.progress import PatientConsole, StepProgress, summary_table
     from shmstage.launch.single_host import run
 
-    console = Console(stderr=True)
+    console = PatientConsole(stderr=True)
     with StepProgress(settings, console) as progress:
         summary = run(settings, progress)
     if not as_json:

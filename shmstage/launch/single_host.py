@@ -12,15 +12,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from shmstage.errors import PeerLostError, RunFailedError, ShmstageError, StoppedError, by_name
-from shmstage.events import failure_path, write_json
+from shmstage.errors import PeerLostError, ShmstageError, StoppedError
+from shmstage.events import read_failure, write_json
 from shmstage.launch.processes import Child
 from shmstage.launch.run_directory import claimed
-from shmstage.memory.sweep import list_objects, sweep
+from shmstage.memory.names import list_objects
+from shmstage.memory.sweep import sweep
 from shmstage.settings import Settings
 
 POLL_S = 0.1
-#: how long the second child may take to notice the death of the first before it is stopped
+#: how long one child may take to notice that the other has died, and to say what it knows of it
 NOTICE_S = 2.0
 
 
@@ -28,7 +29,7 @@ class Progress(Protocol):
     """Somebody who wants to know how the run goes."""
 
     def poll(self) -> None:
-        """Called about ten times a second while the run goes on."""
+        """Called about ten times a second while the run goes on; must not raise."""
 
 
 def run(settings: Settings, progress: Progress) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def run(settings: Settings, progress: Progress) -> dict[str, Any]:
     Raises what ended the run: ``SettingsError``, ``BudgetError`` and the like for bad input, ``RunFailedError``,
     ``PeerLostError``, ``StoppedError``. No child and no pool outlives the call.
     """
-    with claimed(settings) as out, _signals_raise():
+    with claimed(settings) as out, _stop_signals() as stop:
         began = time.monotonic()
         children: dict[str, Child] = {}
         try:
@@ -45,8 +46,7 @@ def run(settings: Settings, progress: Progress) -> dict[str, Any]:
                 arguments = ["--settings", settings.model_dump_json()]
                 children[role] = Child(role, arguments, out / f"{role}.log")
             _write_run_file(out, settings, children)
-            _watch(children, progress)
-            _settle(children, settings)
+            _watch(children, progress, stop, settings)
             failure = _failure(out, children)
         except StoppedError as stopped:
             failure = stopped
@@ -63,18 +63,26 @@ def run(settings: Settings, progress: Progress) -> dict[str, Any]:
         return _complete_summary(out, settings, leaked, time.monotonic() - began)
 
 
+class _Stop:
+    """Set by a signal, looked at by the launcher's loop: nothing is interrupted in the middle, not even clean-up."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+
+    def check(self) -> None:
+        if self.signal is not None:
+            raise StoppedError(f"stopped by {self.signal.name}")
+
+
 @contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGINT and SIGTERM become ``StoppedError`` in the launcher's loop."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        raise StoppedError(f"stopped by {signal.Signals(number).name}")
-
+def _stop_signals() -> Iterator[_Stop]:
+    stop = _Stop()
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -92,50 +100,41 @@ def _write_run_file(out: Path, settings: Settings, children: dict[str, Child]) -
     )
 
 
-def _watch(children: dict[str, Child], progress: Progress) -> None:
-    """Until one child has ended."""
-    while all(child.exit_code() is None for child in children.values()):
+def _watch(children: dict[str, Child], progress: Progress, stop: _Stop, settings: Settings) -> None:
+    """Until both children have ended, or the one that is left has had the time it deserves.
+
+    After an orderly end of one the other gets ``stop_grace_s``; after a death ``NOTICE_S``, to say what it knows.
+    """
+    deadline: float | None = None
+    while True:
+        codes = [child.exit_code() for child in children.values()]
+        ended = [code for code in codes if code is not None]
+        if len(ended) == len(codes):
+            return
+        if ended and deadline is None:
+            deadline = time.monotonic() + (settings.stop_grace_s if ended == [0] else NOTICE_S)
+        if deadline is not None and time.monotonic() > deadline:
+            return
+        stop.check()
         progress.poll()
-        # returns at once when the orchestrator ends, which is the ordinary way
-        children["orchestrator"].wait(POLL_S)
-
-
-def _settle(children: dict[str, Child], settings: Settings) -> None:
-    """The other child is given time to end by itself: it may know more about what happened."""
-    orchestrator, trainer = children["orchestrator"], children["trainer"]
-    if orchestrator.exit_code() == 0:
-        trainer.wait(settings.stop_grace_s)
-    elif orchestrator.exit_code() is None:
-        orchestrator.wait(NOTICE_S)
-    else:
-        trainer.wait(NOTICE_S / 2)
+        running = children["orchestrator"] if codes[1] is None else children["trainer"]
+        running.wait(POLL_S)
 
 
 def _failure(out: Path, children: dict[str, Child]) -> ShmstageError | None:
     """Why the run failed, told by whoever knows best: a child's own words beat what its exit code says."""
-    told = {role: _told(out, role) for role in children}
-    own = {role: error for role, error in told.items() if error is not None and not isinstance(error, PeerLostError)}
+    told = {role: error for role in children if (error := read_failure(out, role)) is not None}
     for role in ("trainer", "orchestrator"):
-        if role in own:
-            return own[role]
+        if role in told and not isinstance(told[role], PeerLostError):
+            return told[role]
     for role in ("trainer", "orchestrator"):
-        code = children[role].exit_code()
-        if code is not None and code != 0:
-            return told[role] or PeerLostError(f"the {role} (pid {children[role].pid}) {children[role].describe_end()}")
-    if children["orchestrator"].exit_code() is None:
-        return PeerLostError(f"the trainer (pid {children['trainer'].pid}) ended early; see {children['trainer'].log}")
+        child = children[role]
+        code = child.exit_code()
+        if code is None:
+            return PeerLostError(f"the {role} (pid {child.pid}) did not end when the other one had; see {child.log}")
+        if code != 0:
+            return told.get(role) or PeerLostError(f"the {role} (pid {child.pid}) {child.describe_end()}")
     return None
-
-
-def _told(out: Path, role: str) -> ShmstageError | None:
-    path = failure_path(out, role)
-    if not path.exists():
-        return None
-    record = json.loads(path.read_text())
-    cls = by_name().get(record["kind"])
-    if cls is None:
-        return RunFailedError(f"{record['kind']}: {record['text']}; traceback in {out / role}.log")
-    return cls(record["text"])
 
 
 def _complete_summary(out: Path, settings: Settings, leaked: list[str], wall_s: float) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -12,7 +13,7 @@ from shmstage.memory.handle import Handle
 from shmstage.memory.identity import PeerWatch
 from shmstage.memory.layout import Layout
 from shmstage.memory.pool import Pool
-from shmstage.orchestrator.intake import Arrival, Intake, Planned
+from shmstage.orchestrator.intake import Intake, Planned
 from shmstage.packing.fill import fill_microbatch, microbatch_digest
 
 
@@ -21,7 +22,8 @@ class PackedMicrobatch:
     """What the program must know of a published micro-batch; ``*_s`` in seconds, ``*_ns`` on the monotonic clock."""
 
     handle: Handle
-    arrivals: tuple[Arrival, ...]
+    trajectory_ids: tuple[str, ...]
+    trajectory_passes: tuple[int, ...]
     real_tokens: int
     rows_used: int
     data_wait_s: float
@@ -99,6 +101,8 @@ class Feeder:
         try:
             self._pack_all()
         except BaseException as raised:
+            # its frames hold views of the slot; the pool could not be closed while they live
+            traceback.clear_frames(raised.__traceback__)
             error = raised
         if not self._stopped:
             self._deliver(EndOfInput(error))
@@ -117,10 +121,10 @@ class Feeder:
         for number, planned in enumerate(self._intake):
             step, index = divmod(number, self._per_step)
             step += 1
-            if self._last_step is not None and step > self._last_step:
-                return
             if step >= self._first_step:
                 yield step, index, planned
+            if step == self._last_step and index == self._per_step - 1:
+                return  # without asking the source for more: it may take for ever to have it
 
     def _wait_until_allowed(self, step: int, index: int) -> bool:
         with self._condition:
@@ -147,7 +151,9 @@ class Feeder:
             )
         return PackedMicrobatch(
             handle=handle,
-            arrivals=tuple(planned.arrivals.values()),
+            # ids only: the arrays are let go here, they lie in the slot now
+            trajectory_ids=tuple(a.trajectory.trajectory_id for a in planned.arrivals.values()),
+            trajectory_passes=tuple(a.pass_number for a in planned.arrivals.values()),
             real_tokens=filled.real_tokens,
             rows_used=sum(1 for row in planned.plan.rows if row.segments),
             data_wait_s=data_wait_s,

@@ -43,11 +43,6 @@ class Intake:
         self._held: dict[int, Arrival] = {}
         self._handed_out = 0
 
-    @property
-    def held_trajectories(self) -> int:
-        """Trajectories read and not yet handed out."""
-        return len(self._held)
-
     def __iter__(self) -> Iterator[Planned]:
         """Planned micro-batches; raises ``TrajectoryError`` if a whole pass holds nothing to train."""
         arrival = 0
@@ -74,8 +69,7 @@ class Intake:
 
     def _taken(self, plans: list[PlannedMicrobatch]) -> Iterator[Planned]:
         for plan in plans:
-            numbers = [segment.arrival for row in plan.rows for segment in row.segments]
-            arrivals = {number: self._held.pop(number) for number in numbers}
+            arrivals = {number: self._held.pop(number) for number in plan.arrivals}
             self._handed_out += len(arrivals)
             yield Planned(plan, arrivals)
         # what the planner neither placed nor keeps (empty, dropped) is let go here

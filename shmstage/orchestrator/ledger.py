@@ -119,7 +119,6 @@ class Ledger:
         real = sum(p.real_tokens for p in packed)
         used_rows = sum(p.rows_used for p in packed)
         first = step.micros[0]
-        arrivals = [a for p in packed for a in p.arrivals]
         exposed = self._exposed_s(step)
         return {
             "step": number,
@@ -149,8 +148,8 @@ class Ledger:
             "not_staged_because": None if first.staged else step.not_staged_because,
             "digests": [p.handle.digest.hex() for p in packed],
             "payload_digests": [m.payload_digest for m in step.micros],
-            "trajectory_ids": [a.trajectory.trajectory_id for a in arrivals],
-            "trajectory_passes": [a.pass_number for a in arrivals],
+            "trajectory_ids": [identity for p in packed for identity in p.trajectory_ids],
+            "trajectory_passes": [number for p in packed for number in p.trajectory_passes],
             "instants_ns": {
                 "packed": [p.packed_ns for p in packed],
                 "dispatched": [m.dispatched_ns for m in step.micros],

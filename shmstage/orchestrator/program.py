@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from shmstage.errors import (
-    CancelledError,
     PeerLostError,
     PeerRestartedError,
     RunFailedError,
@@ -46,6 +45,8 @@ class Program:
         call_timeout_s: float,
         stage_wait_s: float | None = None,
         attempt: int = 1,
+        plan: Mapping[str, Any] | None = None,
+        heartbeat: Callable[[int], None] = lambda now_ns: None,
     ) -> None:
         self._schedule = BoundarySchedule(config)
         self._trainer = trainer
@@ -55,6 +56,8 @@ class Program:
         self._call_timeout_s = call_timeout_s
         self._stage_wait_s = stage_wait_s
         self._attempt = attempt
+        self._plan = dict(plan or {})
+        self._heartbeat = heartbeat
         self._inbox: deque[FeederEvent] = deque()
         self._packed: dict[tuple[int, int], PackedMicrobatch] = {}
         self._tickets: dict[int, tuple[Kind, int]] = {}
@@ -80,11 +83,17 @@ class Program:
         self._inbox.append(event)
         self._trainer.wake()
 
-    def save_first_checkpoint(self) -> None:
-        """Checkpoint 0, durable before the first forward call: without it a crash in step 1 could not be undone."""
-        ticket = self._trainer.save_checkpoint(0, {"step": 0})
-        self._tickets[ticket] = (Kind.SAVE_CHECKPOINT, 0)
-        self._await_tickets("checkpoint 0 to become durable")
+    def prepare(self, restored: int | None) -> None:
+        """What has to be over before the first forward call: checkpoint 0 durable, weights published.
+
+        Without checkpoint 0 a crash in step 1 could not be undone. ``restored`` is the step gone back to, if any.
+        """
+        if restored is None:
+            self._tickets[self._trainer.save_checkpoint(0, self._metadata(0))] = (Kind.SAVE_CHECKPOINT, 0)
+        if self._schedule.config.weight_sync:
+            version = restored or 0
+            self._tickets[self._trainer.prepare_weight_sync(version)] = (Kind.SYNC_WEIGHTS, version)
+        self._await_tickets("checkpoint 0 and the first weights to become durable")
 
     def run(self, feeder: Feeder) -> None:
         """Train to the end. Raises the error that ended the run, ``StoppedError`` when it was told to stop."""
@@ -95,6 +104,7 @@ class Program:
             self._take_events(0.0)
             if self._stop_requested() and not self._schedule.state.stopping:
                 self._schedule.stop()
+            self._heartbeat(time.monotonic_ns())
             command = self._schedule.next()
             if command is None:
                 self._take_events(POLL_S)
@@ -140,20 +150,25 @@ class Program:
     def _stage(self, command: Command) -> None:
         packed = self._packed[command.step, command.index]
         self._ledger.sent(packed)
-        self._stage_wait_began = None
         try:
             self._trainer.stage_fwd_bwd(packed.handle)
-        except (WaitTimeoutError, CancelledError) as lost:
-            print(f"staging is off for the rest of the run: {lost}", flush=True)
+        except WaitTimeoutError as error:
+            if error.from_peer:
+                self._stage_raised(command, error)
+                return
+            print(f"staging is off for the rest of the run: {error}", flush=True)
             self._schedule.stage_lost(command)
         except (PeerLostError, PeerRestartedError, StoppedError):
             raise
-        except ShmstageError as raised:
-            # whatever its class, the trainer has spoken: there is an update to save before the run ends
-            self._stage_error = raised
-            self._schedule.stage_raised(command)
+        except ShmstageError as error:
+            self._stage_raised(command, error)
         else:
             self._schedule.returned(command)
+
+    def _stage_raised(self, command: Command, error: ShmstageError) -> None:
+        """The trainer ran the stage and has spoken: there is an update to save before the run ends."""
+        self._stage_error = error
+        self._schedule.stage_raised(command)
 
     def _apply_deferred(self, command: Command) -> None:
         self._ledger.updated(command.step, self._trainer.apply_deferred_update())
@@ -167,7 +182,10 @@ class Program:
         self._expect(self._trainer.get_metrics(command.step), command)
 
     def _save_checkpoint(self, command: Command) -> None:
-        self._expect(self._trainer.save_checkpoint(command.step, {"step": command.step}), command)
+        self._expect(self._trainer.save_checkpoint(command.step, self._metadata(command.step)), command)
+
+    def _metadata(self, step: int) -> dict[str, Any]:
+        return {"step": step, "plan": self._plan}
 
     def _sync_weights(self, command: Command) -> None:
         self._expect(self._trainer.prepare_weight_sync(command.step), command)
@@ -215,10 +233,14 @@ class Program:
 
     def _on_token(self, event: TokenEvent) -> None:
         if not event.ok:
-            raise TokenFailedError(
+            error = TokenFailedError(
                 f"{event.kind} of step {event.step}, micro-batch {event.index} failed on the device: {event.error}; "
                 "no partial update was made; resume starts from the last checkpoint"
             )
+            if event.kind == "staged" and self._schedule.stage_failed_later(event.step, event.index):
+                self._stage_error = error
+                return
+            raise error
         self._ledger.token(event)
         if event.kind == "fwd_bwd":
             self._schedule.finished(event.step, event.index)
@@ -243,9 +265,12 @@ class Program:
 
     def _check_waits(self) -> None:
         now = time.monotonic()
-        if self._schedule.waits_for_stage and self._stage_wait_s is not None:
+        if not self._schedule.waits_for_stage:
+            self._stage_wait_began = None
+        elif self._stage_wait_s is not None:
             self._stage_wait_began = self._stage_wait_began or now
             if now - self._stage_wait_began > self._stage_wait_s:
+                self._stage_wait_began = None
                 self._schedule.stage_wait_over()
         waits_for_input = self._schedule.state.bookkeep == () and not self._tickets
         if not waits_for_input and now - self._quiet_since > self._call_timeout_s:

@@ -75,12 +75,14 @@ class Config:
 class State:
     """All the schedule remembers; hashable, so that it can be walked exhaustively.
 
-    ``step`` is the step whose micro-batches go out now; it moves on when its duties are done. ``sent`` counts its
-    forward calls. ``packed`` are micro-batches that lie in slots and were neither sent nor staged.
+    ``step`` is the step whose micro-batches go out now, ``sent`` counts its forward calls. ``closed`` is the last step
+    whose last call returned: ``duties`` are its, and when they are done ``step`` moves on. ``packed`` are micro-batches
+    that lie in slots and were neither sent nor staged.
     """
 
     step: int
     sent: int = 0
+    closed: int = 0
     in_flight: Command | None = None
     packed: tuple[Micro, ...] = ()
     staged: Micro | None = None
@@ -93,7 +95,6 @@ class State:
     exhausted: bool = False
     stage_wait_over: bool = False
     staging_on: bool = True
-    stage_skipped: bool = False
     stage_error: bool = False
     stopping: bool = False
     done: bool = False
@@ -131,7 +132,15 @@ class BoundarySchedule:
         self.state = on_stage_lost(self.state, command)
 
     def stage_raised(self, command: Command) -> None:
-        self.state = on_stage_raised(self.state, command)
+        self.state = on_stage_failed(self.config, self.state)
+
+    def stage_failed_later(self, step: int, index: int) -> bool:
+        """An upload failed after its call had returned; ``False`` if that micro-batch is not merely staged any more."""
+        staged = self.state.staged
+        if staged is None or (staged.step, staged.index) != (step, index):
+            return False
+        self.state = on_stage_failed(self.config, self.state)
+        return True
 
     def finished(self, step: int, index: int) -> None:
         """A micro-batch's token is ready and ok."""
@@ -181,8 +190,8 @@ def next_command(config: Config, state: State) -> Command | None:
 def _duty(config: Config, state: State) -> Command | None:
     duty = state.duties[0]
     if duty is not Kind.STAGE:
-        return Command(duty, state.step)
-    first = _packed_as(state, state.step + 1, 0)
+        return Command(duty, state.closed)
+    first = _packed_as(state, state.closed + 1, 0)
     if first is not None and not state.stopping:
         return Command(Kind.STAGE, first.step, first.index, first.is_final)
     if not _stage_wait_is_over(config, state):
@@ -197,7 +206,7 @@ def _stage_wait_is_over(config: Config, state: State) -> bool:
 
 
 def _without_stage(state: State) -> State:
-    return replace(state, duties=tuple(d for d in state.duties if d is not Kind.STAGE), stage_skipped=True)
+    return replace(state, duties=tuple(d for d in state.duties if d is not Kind.STAGE))
 
 
 def _bookkeeping_is_due(config: Config, state: State) -> bool:
@@ -282,8 +291,7 @@ def on_returned(config: Config, state: State, command: Command) -> State:
         return replace(state, done=True)
     # a duty: everything before it in the list (a skipped stage) is over, too
     duties = state.duties[state.duties.index(command.kind) + 1 :]
-    skipped = state.duties[0] is Kind.STAGE
-    state = replace(state, duties=duties, stage_skipped=state.stage_skipped or skipped)
+    state = replace(state, duties=duties)
     if command.kind is Kind.APPLY_DEFERRED:
         state = replace(state, deferred=False)
     return _next_step_if_done(state)
@@ -298,42 +306,47 @@ def _close_step(config: Config, state: State, deferred: bool) -> State:
     elif planned and config.mode == "staged_after_update":
         duties = [Kind.STAGE]
     duties.append(Kind.GET_METRICS)
-    if config.checkpoint_every and state.step % config.checkpoint_every == 0:
+    if _checkpoint_is_due(config, state.step):
         duties.append(Kind.SAVE_CHECKPOINT)
     if config.weight_sync:
         duties.append(Kind.SYNC_WEIGHTS)
     return replace(
-        state, deferred=deferred, duties=tuple(duties), stage_wait_over=False, stage_skipped=False,
+        state, closed=state.step, deferred=deferred, duties=tuple(duties), stage_wait_over=False,
         bookkeep=(*state.bookkeep, state.step),
     )  # fmt: skip
 
 
 def _next_step_if_done(state: State) -> State:
-    return state if state.duties or state.sent == 0 or not state.bookkeep else _moved_on(state)
-
-
-def _moved_on(state: State) -> State:
-    # duties belong to the step that was closed last; only then does the next one begin
-    return replace(state, step=state.step + 1, sent=0) if state.bookkeep[-1] == state.step else state
+    if state.duties or state.closed != state.step:
+        return state
+    return replace(state, step=state.step + 1, sent=0)
 
 
 def on_stage_lost(state: State, command: Command) -> State:
     """The stage did not reach the trainer: F is sent whole in its turn and staging is off for the rest of the run."""
     duties = tuple(d for d in state.duties if d is not Kind.STAGE)
-    state = replace(state, in_flight=None, duties=duties, staging_on=False, stage_skipped=True)
-    return _next_step_if_done(state)
+    return _next_step_if_done(replace(state, in_flight=None, duties=duties, staging_on=False))
 
 
-def on_stage_raised(state: State, command: Command) -> State:
-    """The trainer ran the stage and it raised: update k is applied, checkpoint k saved, then the run ends."""
-    if not state.duties:
-        # inside a step there is no update to save: the step is not complete
-        return replace(state, in_flight=None, stage_error=True)
-    keep = [d for d in state.duties if d is not Kind.STAGE]
-    if Kind.SAVE_CHECKPOINT not in keep:
-        after_metrics = keep.index(Kind.GET_METRICS) + 1
-        keep.insert(after_metrics, Kind.SAVE_CHECKPOINT)
-    return replace(state, in_flight=None, duties=tuple(keep), stage_error=True, staging_on=False)
+def on_stage_failed(config: Config, state: State) -> State:
+    """The trainer ran the stage and it failed, at once or later: update k, checkpoint k, then the run ends.
+
+    Inside a step there is nothing to save: the step is not complete.
+    """
+    state = replace(state, in_flight=None, staged=None, staging_on=False, stage_error=True)
+    if state.duties:
+        keep = [d for d in state.duties if d is not Kind.STAGE]
+        if Kind.SAVE_CHECKPOINT not in keep and not _checkpoint_is_due(config, state.closed):
+            keep.insert(keep.index(Kind.SYNC_WEIGHTS) if Kind.SYNC_WEIGHTS in keep else len(keep), Kind.SAVE_CHECKPOINT)
+        return replace(state, duties=tuple(keep))
+    at_boundary = state.sent == 0 and state.closed == state.step - 1 and state.closed > 0
+    if at_boundary and not _checkpoint_is_due(config, state.closed):
+        return replace(state, duties=(Kind.SAVE_CHECKPOINT,))
+    return state
+
+
+def _checkpoint_is_due(config: Config, step: int) -> bool:
+    return config.checkpoint_every > 0 and step % config.checkpoint_every == 0
 
 
 def pack_limit(config: Config, state: State) -> tuple[int, int]:

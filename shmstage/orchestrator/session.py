@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from shmstage.errors import ShmstageError, TrajectoryError
+from shmstage.errors import PoolError, SettingsError, ShmstageError
 from shmstage.events import JsonLines, read_json_lines, write_json
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.layout import Layout
 from shmstage.memory.pool import Pool
 from shmstage.memory.sweep import sweep
 from shmstage.orchestrator.feeder import Feeder
-from shmstage.orchestrator.input import load_source
+from shmstage.orchestrator.input import Input, load_input
 from shmstage.orchestrator.intake import Intake
 from shmstage.orchestrator.ledger import Ledger
 from shmstage.orchestrator.program import Program
@@ -25,7 +25,7 @@ from shmstage.orchestrator.summary import summarise
 from shmstage.orchestrator.trainer_client import TrainerClient
 from shmstage.packing.fields import microbatch_layout, optional_fields
 from shmstage.packing.plan import PlanSettings
-from shmstage.packing.source import Source
+from shmstage.packing.trajectory import Trajectory
 from shmstage.settings import Settings
 from shmstage.transport.client import Client
 from shmstage.transport.endpoints import endpoint_for
@@ -59,8 +59,8 @@ def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool])
 
     Raises what ended the run; pool, sockets and lock file are gone either way.
     """
-    source = load_source(settings)
-    layout = layout_of(source, settings)
+    source = load_input(settings)
+    layout = layout_of(source.first, settings)
     with ExitStack() as stack:
         identity = ProcessIdentity.create(settings.run, "orchestrator")
         stack.callback(identity.close)
@@ -69,20 +69,29 @@ def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool])
             settings.run, epoch=epoch, layouts=[layout], slots=settings.slots, aux_slots=settings.aux_slots,
             identity=identity,
         )  # fmt: skip
-        stack.callback(pool.close)
-        trainer = _connect(settings, pool, identity, stack, stop_requested)
-        return _train(settings, source, layout, pool, trainer, stop_requested=stop_requested)
+        stack.callback(_close_pool, pool)
+        try:
+            trainer = _connect(settings, pool, identity, stack, stop_requested)
+            return _train(settings, source, layout, pool, trainer, stack, stop_requested)
+        except Exception as error:
+            pool.record_error(f"{type(error).__name__}: {error}")
+            raise
 
 
-def layout_of(source: Source, settings: Settings) -> Layout:
-    """The layout of every micro-batch of the run, taken from the first trajectory: all carry the same fields."""
-    first = next((t for group in source.groups(0) for t in group.trajectories), None)
-    if first is None:
-        raise TrajectoryError("the input holds no trajectory; check the bundle or the source")
+def layout_of(first: Trajectory, settings: Settings) -> Layout:
+    """The layout of every micro-batch of the run, taken from its first trajectory: all carry the same fields."""
     layers, top_k = first.routing.shape[1:] if first.routing is not None else (0, 0)
     return microbatch_layout(
         settings.rows, settings.tokens, optional=optional_fields(first), layers=int(layers), top_k=int(top_k)
     )
+
+
+def _close_pool(pool: Pool) -> None:
+    """The pool is unlinked in any case; that somebody still looks at it must not hide why the run ends."""
+    try:
+        pool.close()
+    except PoolError as error:
+        print(f"on closing the pool: {error}", flush=True)
 
 
 def _connect(
@@ -106,29 +115,41 @@ def _connect(
 
 def _train(
     settings: Settings,
-    source: Source,
+    source: Input,
     layout: Layout,
     pool: Pool,
     trainer: _Trainer,
-    *,
+    stack: ExitStack,
     stop_requested: Callable[[], bool],
 ) -> dict[str, Any]:
     client = trainer.client
     try:
-        restored, _ = client.restore_checkpoint()
+        restored, metadata = client.restore_checkpoint()
         first_step = (restored or 0) + 1
+        plan = plan_facts(settings, source.first)
+        if restored:
+            _check_same_plan(metadata.get("plan", {}), plan)
         initial_digest = client.info(param_digest=True)["param_digest"]
         compile_s = client.compile(layout.layout_id)
         attempt = _roll_back(settings.out_dir / "steps.jsonl", to_step=restored or 0)
-        program = _program(settings, layout, trainer, first_step, attempt, stop_requested)
-        intake = Intake(source, plan_settings(settings), passes=settings.passes)
+        steps = JsonLines(settings.out_dir / "steps.jsonl")
+        stack.callback(steps.close)
+        ledger = Ledger(
+            mode=settings.boundary, tokens_per_microbatch=settings.rows * settings.tokens, rows=settings.rows,
+            slot_nbytes=layout.payload_nbytes,
+        )  # fmt: skip
+        program = Program(
+            schedule_config(settings, first_step), client, ledger, write_step=steps.write,
+            stop_requested=stop_requested, call_timeout_s=settings.call_timeout_s, stage_wait_s=settings.stage_wait_s,
+            attempt=attempt, plan=plan, heartbeat=pool.heartbeat,
+        )  # fmt: skip
+        intake = Intake(source, plan_settings(settings), passes=source.passes)
         feeder = Feeder(
             intake, pool, layout, microbatches_per_step=settings.microbatches_per_step, first_step=first_step,
             last_step=settings.step_cap, slot_timeout_s=settings.slot_timeout_s, peers=[trainer.watch],
             deliver=program.deliver,
         )  # fmt: skip
-        if restored is None:
-            program.save_first_checkpoint()
+        program.prepare(restored)
         trainer.interrupt.armed = False
         try:
             program.run(feeder)
@@ -153,30 +174,26 @@ def _train(
     }
 
 
-def _program(
-    settings: Settings,
-    layout: Layout,
-    trainer: _Trainer,
-    first_step: int,
-    attempt: int,
-    stop_requested: Callable[[], bool],
-) -> Program:
-    ledger = Ledger(
-        mode=settings.boundary, tokens_per_microbatch=settings.rows * settings.tokens, rows=settings.rows,
-        slot_nbytes=layout.payload_nbytes,
-    )  # fmt: skip
-    return Program(
-        schedule_config(settings, first_step), trainer.client, ledger,
-        write_step=JsonLines(settings.out_dir / "steps.jsonl").write, stop_requested=stop_requested,
-        call_timeout_s=settings.call_timeout_s, stage_wait_s=settings.stage_wait_s, attempt=attempt,
-    )  # fmt: skip
+def plan_facts(settings: Settings, first: Trajectory) -> dict[str, Any]:
+    """What decides which trajectory is trained in which micro-batch: kept in each checkpoint, compared on resume."""
+    names = ("microbatches_per_step", *(field.name for field in fields(PlanSettings)))
+    return {**{name: getattr(settings, name) for name in names}, "first_trajectory": first.digest.hex()}
+
+
+def _check_same_plan(then: dict[str, Any], now: dict[str, Any]) -> None:
+    for name, value in now.items():
+        if then.get(name) != value:
+            raise SettingsError(
+                f"resume: {name} was {then.get(name)!r} when the checkpoint was written and is {value!r} now; "
+                "trajectories would be trained twice or never; use the old value, or another --out"
+            )
 
 
 def _roll_back(path: Path, *, to_step: int) -> int:
     """Drop the lines of steps that no checkpoint covers: they are trained again. Returns this attempt's number."""
-    lines = read_json_lines(path)
+    lines = read_json_lines(path)  # a torn last line, left by a kill, is dropped with the rest
     kept = [line for line in lines if line["step"] <= to_step]
-    if lines:
+    if path.exists():
         # in one piece: somebody may be following the file
         partial = path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept))

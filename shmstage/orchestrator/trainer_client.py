@@ -8,14 +8,14 @@ from typing import Any, final
 
 from shmstage.memory.handle import Handle
 from shmstage.transport.client import Client
-from shmstage.wire.messages import TicketEvent, TokenEvent, handle_to_wire
+from shmstage.wire.handles import handle_to_wire
+from shmstage.wire.messages import TicketEvent, TokenEvent
 
 
 @dataclass(frozen=True)
 class ForwardResult:
     """Reply to a forward call: it proves dispatch, not completion."""
 
-    request_id: str
     updated: bool
     upload_s: float
     snapshot_wait_s: float
@@ -80,9 +80,6 @@ class TrainerClient:
     def prepare_weight_sync(self, version: int) -> int:
         return int(self._call("prepare_weight_sync", version=version)["ticket"])
 
-    def get_step_timing(self, step: int) -> dict[str, Any]:
-        return self._call("get_step_timing", step=step)
-
     def shutdown(self, *, discard: bool, timeout_s: float | None = None) -> str:
         """End the trainer; returns the digest of its final parameters, empty with ``discard``."""
         deadline_s = self._timeout_s if timeout_s is None else timeout_s
@@ -92,7 +89,6 @@ class TrainerClient:
 
 def _forward(result: dict[str, Any]) -> ForwardResult:
     return ForwardResult(
-        request_id=str(result["request_id"]),
         updated=bool(result["updated"]),
         upload_s=float(result["upload_s"]),
         snapshot_wait_s=float(result["snapshot_wait_s"]),

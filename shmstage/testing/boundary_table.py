@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shmstage.settings import Boundary
@@ -15,26 +15,40 @@ OUTSIDE = ("hello", "info", "compile", "restore_checkpoint", "get_step_timing", 
 
 
 def expected_calls(
-    mode: Boundary, *, steps: int, microbatches_per_step: int, checkpoint_every: int = 0, weight_sync: bool = False
+    mode: Boundary,
+    *,
+    microbatches: Sequence[int],
+    microbatches_per_step: int,
+    checkpoint_every: int = 0,
+    weight_sync: bool = False,
+    end_came_late: bool = False,
 ) -> list[Call]:
-    """All calls of an undisturbed run in which every planned stage finds its micro-batch packed."""
+    """All calls of an undisturbed run in which every planned stage finds its micro-batch packed.
+
+    ``microbatches`` counts each step's. ``end_came_late``: at the last call of a last step that is whole the end of
+    input was not known yet, so a stage was planned, and its update deferred, for a micro-batch that never came.
+    """
     calls: list[Call] = ["save_checkpoint 0"]
+    if weight_sync:
+        calls.append("prepare_weight_sync 0")
     staged = mode.startswith("staged")
-    last = microbatches_per_step - 1
-    for k in range(1, steps + 1):
-        more = k < steps
-        for i in range(microbatches_per_step):
+    for k, count in enumerate(microbatches, start=1):
+        more = k < len(microbatches)
+        planned = mode == "staged_before_update" and count == microbatches_per_step and (more or end_came_late)
+        for i in range(count):
             name = f"{k}.{i}"
-            defer = " defer" if mode == "staged_before_update" and i == last and more else ""
+            defer = " defer" if planned and i == count - 1 else ""
             if not staged or (k == 1 and i == 0):
                 calls.append(f"fwd_bwd {name}{defer}")
                 continue
             if i > 0:
                 calls.append(f"stage_fwd_bwd {name}")
             calls.append(f"fwd_bwd_staged {name}{defer}")
+        if count < microbatches_per_step:
+            calls.append("update")
         if staged and more:
             calls.append(f"stage_fwd_bwd {k + 1}.0")
-        if mode == "staged_before_update" and more:
+        if planned:
             calls.append("apply_deferred_update")
         calls.append(f"get_metrics {k}")
         if checkpoint_every and k % checkpoint_every == 0:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shmstage.errors import RunFailedError
-from shmstage.events import read_json_lines
+from shmstage.events import read_failure, read_json_lines
 from shmstage.launch.processes import Child
 from shmstage.launch.run_command import add_settings, resolve_args
 from shmstage.launch.run_directory import completed
@@ -24,6 +24,7 @@ from shmstage.testing.boundary_table import expected_calls, received_calls
 
 DEFAULT_STEPS = 6
 STAGE_WAIT_S = 120.0
+REFERENCE_ROLE = "testing.reference_run"
 REFERENCE_TIMEOUT_S = 3600.0
 #: what has to be equal between every mode and the reference loop
 EQUAL = ("payload_digests", "denominators", "losses", "initial_param_digest", "param_digest")
@@ -55,9 +56,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _say(text: str) -> None:
-    from rich.console import Console
+    from shmstage.launch.progress import PatientConsole
 
-    Console(stderr=True).print(text, highlight=False)
+    PatientConsole(stderr=True).print(text, highlight=False)
 
 
 def compare(settings: Settings, *, say: Any = lambda text: None) -> dict[str, Any]:
@@ -104,19 +105,7 @@ def problems_of(
     if not all(digest for step in result["payload_digests"] for digest in step):
         problems.append(f"{mode}: payload digests are missing")
     steps = reference["steps"]
-    whole_steps = sum(len(step) == settings.microbatches_per_step for step in reference["payload_digests"])
-    wanted = expected_calls(
-        mode,  # type: ignore[arg-type]
-        steps=steps, microbatches_per_step=settings.microbatches_per_step,
-        checkpoint_every=settings.checkpoint_every, weight_sync=settings.weight_sync != "off",
-    )  # fmt: skip
-    if whole_steps == steps and steps == settings.step_cap and result["trainer_calls"] != wanted:
-        at = next(
-            (i for i, pair in enumerate(zip(result["trainer_calls"], wanted, strict=False)) if pair[0] != pair[1]),
-            min(len(result["trainer_calls"]), len(wanted)),
-        )
-        got = result["trainer_calls"][at : at + 1] or ["nothing"]
-        problems.append(f"{mode}: call {at} was {got[0]}, wanted {(wanted[at : at + 1] or ['nothing'])[0]}")
+    problems += _call_problems(mode, result["trainer_calls"], reference["payload_digests"], settings)
     boundaries = steps - 1 if str(mode).startswith("staged") else 0
     if result["staged_boundaries"] != boundaries:
         problems.append(f"{mode}: {result['staged_boundaries']} staged boundaries, wanted {boundaries}")
@@ -125,24 +114,50 @@ def problems_of(
     return problems
 
 
+def _call_problems(
+    mode: Boundary | str, received: list[str], payload_digests: list[list[str]], settings: Settings
+) -> list[str]:
+    """The trainer's record against the contract's table for this mode, step by step, the short last one too."""
+    variants = [
+        expected_calls(
+            mode,  # type: ignore[arg-type]
+            microbatches=[len(step) for step in payload_digests],
+            microbatches_per_step=settings.microbatches_per_step,
+            checkpoint_every=settings.checkpoint_every,
+            weight_sync=settings.weight_sync != "off",
+            end_came_late=late,
+        )
+        # whether the feeder had seen the end by the last call depends on speed; both are in the contract
+        for late in ((False,) if len(payload_digests) == settings.step_cap else (False, True))
+    ]
+    if received in variants:
+        return []
+    wanted = variants[0]
+    pairs = enumerate(zip(received, wanted, strict=False))
+    at = next((i for i, (got, want) in pairs if got != want), min(len(received), len(wanted)))
+    got, want = ((calls[at : at + 1] or ["nothing"])[0] for calls in (received, wanted))
+    return [f"{mode}: call {at} was {got}, wanted {want}"]
+
+
 def run_reference(settings: Settings) -> dict[str, Any]:
     """The reference loop in a process of its own; raises ``RunFailedError`` with the log to look at."""
     out = settings.out_dir
     out.mkdir(parents=True, exist_ok=True)
-    child = Child("testing.reference_run", ["--settings", settings.model_dump_json()], out / "reference.log")
+    child = Child(REFERENCE_ROLE, ["--settings", settings.model_dump_json()], out / "reference.log")
     try:
         code = child.wait(REFERENCE_TIMEOUT_S)
     finally:
         child.end(1.0)
     if code != 0:
-        raise RunFailedError(f"the reference loop {child.describe_end()}")
+        raise read_failure(out, REFERENCE_ROLE) or RunFailedError(f"the reference loop {child.describe_end()}")
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
 
 
 def _print_table(verdict: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from shmstage.launch.progress import PatientConsole
 
     table = Table(
         title=f"{verdict['steps']} steps of {verdict['microbatches_per_step']} micro-batches; medians of step time and "
@@ -159,7 +174,7 @@ def _print_table(verdict: dict[str, Any]) -> None:
             "no" if bad else "yes",
         )  # fmt: skip
     table.add_row("reference loop", "", "", "", "", verdict["reference"]["param_digest"][:8], "")
-    console = Console(stderr=True)
+    console = PatientConsole(stderr=True)
     console.print(table)
     for text in verdict["problems"]:
         console.print(f"[red]{text}[/]", highlight=False)

@@ -5,18 +5,14 @@ Packs with the numpy packer and places private copies, so that it shares no hot-
 
 from __future__ import annotations
 
-import argparse
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from shmstage.errors import ShmstageError
-from shmstage.events import write_failure
-from shmstage.memory.lifeline import Lifeline
-from shmstage.orchestrator.input import load_source
+from shmstage.child import Lifeline, run_child
+from shmstage.orchestrator.input import load_input
 from shmstage.orchestrator.intake import Intake
 from shmstage.orchestrator.session import layout_of, plan_settings, write_summary
 from shmstage.settings import Settings
@@ -29,12 +25,12 @@ from shmstage.trainer.load import load_engine
 
 def steps_of(settings: Settings, payload_digests: list[list[str]]) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
     """(number, micro-batches) as the settings bound them; notes the payload digest of each micro-batch."""
-    source = load_source(settings)
-    layout = layout_of(source, settings)
+    source = load_input(settings)
+    layout = layout_of(source.first, settings)
     number = 1
     microbatches: list[Mapping[str, Any]] = []
     payload_digests.append([])
-    for planned in Intake(source, plan_settings(settings), passes=settings.passes):
+    for planned in Intake(source, plan_settings(settings), passes=source.passes):
         trajectories = {key: arrival.trajectory for key, arrival in planned.arrivals.items()}
         arrays = pack_with_numpy(planned.plan, trajectories, settings.tokens)
         payload_digests[-1].append(payload_digest({field.name: arrays[field.name] for field in layout.fields}))
@@ -53,7 +49,7 @@ def steps_of(settings: Settings, payload_digests: list[list[str]]) -> Iterator[t
 
 def run(settings: Settings) -> dict[str, Any]:
     engine = load_engine(settings.engine, settings.engine_settings, checkpoint_dir=None)
-    layout = layout_of(load_source(settings), settings)
+    layout = layout_of(load_input(settings).first, settings)
     shardings = engine.shardings(layout)
     initial = param_digest(engine)
     payload_digests: list[list[str]] = []
@@ -76,24 +72,10 @@ def run(settings: Settings) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m shmstage.testing.reference_run")
-    parser.add_argument("--settings", required=True)
-    parser.add_argument("--lifeline", action="store_true")
-    args = parser.parse_args()
-    settings = Settings.model_validate_json(args.settings)
-    # the loop has no place to stop at: whoever started it ends it
-    Lifeline(watch_stdin=args.lifeline, on_stop=lambda: sys.exit(130))
-    try:
-        write_summary(settings, run(settings))
-        return 0
-    except ShmstageError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return write_failure(settings.out_dir, "reference", error)
-    except Exception as error:
-        traceback.print_exc()
-        return write_failure(settings.out_dir, "reference", error)
+def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
+    lifeline.exit_at_once()  # the loop has no place to stop at
+    write_summary(settings, run(settings))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child("testing.reference_run", serve))

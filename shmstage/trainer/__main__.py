@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import secrets
 import sys
-import traceback
+import time
 from contextlib import ExitStack
+from typing import final
 
-from shmstage.errors import ShmstageError
-from shmstage.events import write_failure
-from shmstage.memory.identity import ProcessIdentity
-from shmstage.memory.lifeline import Lifeline
+from shmstage.child import Lifeline, run_child
+from shmstage.errors import PoolError, ShmstageError
+from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.sweep import sweep
 from shmstage.settings import Settings
 from shmstage.trainer.load import load_engine
@@ -20,7 +19,7 @@ from shmstage.trainer.worker import Worker
 from shmstage.transport.endpoints import endpoint_for
 from shmstage.transport.server import Pending, Server
 from shmstage.transport.zmq import ZmqServerChannel
-from shmstage.wire.messages import PROTOCOL_VERSION, Welcome
+from shmstage.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 
 log = logging.getLogger("shmstage.trainer")
 
@@ -28,8 +27,11 @@ log = logging.getLogger("shmstage.trainer")
 POLL_S = 0.1
 
 
-def serve(settings: Settings, lifeline: Lifeline) -> None:
+def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
     """Answer commands until ``shutdown`` or a stop; everything made here is gone afterwards."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    for noisy in ("jax", "absl", "orbax"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     with ExitStack() as stack:
         identity = ProcessIdentity.create(settings.run, "trainer")
         stack.callback(identity.close)
@@ -38,6 +40,8 @@ def serve(settings: Settings, lifeline: Lifeline) -> None:
         server = Server(ZmqServerChannel.bind(endpoint_for(settings.run, "trainer")), incarnation=_new_incarnation())
         stack.callback(server.close)
         server.start()
+        ending = _Ending(lifeline, settings.stop_grace_s)
+        stack.callback(ending.close)
         worker = Worker(
             engine,
             emit=server.emit,
@@ -47,13 +51,52 @@ def serve(settings: Settings, lifeline: Lifeline) -> None:
             identity=identity,
             incarnation=server.incarnation,
             timeout_s=settings.call_timeout_s,
-            cancelled=lambda: server.hello_waiting or lifeline.stop_requested(),
+            cancelled=lambda: server.hello_waiting or ending.is_due(),
         )
         stack.callback(worker.close)
-        while not worker.finished and not lifeline.stop_requested():
+        while not worker.finished and not ending.is_due():
             pending = server.next_request(POLL_S)
             if pending is not None:
+                if pending.hello is not None:
+                    ending.orchestrator_is(pending.hello)
                 _answer(pending, worker, server, identity)
+
+
+@final
+class _Ending:
+    """When to end after a stop was asked for: not while a living orchestrator may still want a deferred update applied.
+
+    Launcher, orchestrator and trainer hear of a stop at the same time; the orchestrator then closes the step and says
+    ``shutdown``. Only if it is dead, never came, or takes longer than ``grace_s`` does the trainer end by itself.
+    """
+
+    def __init__(self, lifeline: Lifeline, grace_s: float) -> None:
+        self._lifeline = lifeline
+        self._grace_s = grace_s
+        self._asked_at: float | None = None
+        self._orchestrator: PeerWatch | None = None
+
+    def orchestrator_is(self, hello: Hello) -> None:
+        self.close()
+        try:
+            self._orchestrator = PeerWatch(hello.lock_path, hello.pid, hello.start_ticks)
+        except PoolError as error:
+            log.warning("the orchestrator cannot be watched: %s", error)
+
+    def is_due(self) -> bool:
+        if not self._lifeline.stop_requested():
+            return False
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+        if self._orchestrator is None or self._orchestrator.dead():
+            return True
+        return now - self._asked_at > self._grace_s
+
+    def close(self) -> None:
+        if self._orchestrator is not None:
+            self._orchestrator.close()
+            self._orchestrator = None
 
 
 def _answer(pending: Pending, worker: Worker, server: Server, identity: ProcessIdentity) -> None:
@@ -74,28 +117,5 @@ def _new_incarnation() -> int:
     return secrets.randbelow(2**48) + 1
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m shmstage.trainer")
-    parser.add_argument("--settings", required=True, help="the settings as JSON")
-    parser.add_argument("--lifeline", action="store_true", help="stop at the end of standard input")
-    args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    for noisy in ("jax", "absl", "orbax"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    settings = Settings.model_validate_json(args.settings)
-    lifeline = Lifeline(watch_stdin=args.lifeline)
-    try:
-        serve(settings, lifeline)
-        return 0
-    except ShmstageError as error:
-        if error.__cause__ is not None and not isinstance(error.__cause__, ImportError):
-            traceback.print_exception(error.__cause__)  # somebody's own code: where it raised is what they need
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return write_failure(settings.out_dir, "trainer", error)
-    except Exception as error:
-        traceback.print_exc()
-        return write_failure(settings.out_dir, "trainer", error)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child("trainer", serve))

@@ -277,4 +277,6 @@ def _is_refusal(message: Message) -> bool:
 
 
 def _error_of(reply: Reply) -> ShmstageError:
-    return _ERRORS.get(reply.error_kind, ShmstageError)(reply.error_text)
+    error = _ERRORS.get(reply.error_kind, ShmstageError)(reply.error_text)
+    error.from_peer = True
+    return error

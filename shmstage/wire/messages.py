@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from shmstage.wire.handles import check_handle
-from shmstage.wire.handles import handle_from_wire as handle_from_wire
-from shmstage.wire.handles import handle_to_wire as handle_to_wire
 from shmstage.wire.schema import (
     U32,
     U64,

@@ -37,7 +37,7 @@ REFERENCE: dict[str, Any] = {
 }  # fmt: skip
 GOOD: dict[str, Any] = {
     **REFERENCE, "staged_boundaries": 1, "leaked_pools": 0,
-    "trainer_calls": expected_calls("staged_before_update", steps=2, microbatches_per_step=1),
+    "trainer_calls": expected_calls("staged_before_update", microbatches=[1, 1], microbatches_per_step=1),
 }  # fmt: skip
 
 

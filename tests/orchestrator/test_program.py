@@ -27,7 +27,8 @@ from shmstage.orchestrator.summary import summarise
 from shmstage.orchestrator.trainer_client import TrainerClient
 from shmstage.settings import BOUNDARIES, Boundary
 from shmstage.testing.boundary_table import expected_calls, received_calls
-from shmstage.wire.messages import TicketEvent, TokenEvent, handle_from_wire
+from shmstage.wire.handles import handle_from_wire
+from shmstage.wire.messages import TicketEvent, TokenEvent
 
 MS = 1_000_000
 
@@ -143,7 +144,7 @@ class ImmediateFeeder:
                 return
             self.next += 1
             handle = Handle(0, 2 * self.next, 1, bytes(16), 1, step, index, index == self.per_step - 1, 8, 1)
-            self.deliver(PackedMicrobatch(handle, (), 8, 1, 0.0, 0.0, 0.0, 0))
+            self.deliver(PackedMicrobatch(handle, (), (), 8, 1, 0.0, 0.0, 0.0, 0))
 
 
 def make(
@@ -175,7 +176,7 @@ def test_the_trainer_receives_the_contracts_commands_and_each_step_gets_one_line
     trainer = InstantTrainer()
     program, feeder, lines = make(mode, trainer)
     run(program, feeder)
-    assert received_calls(trainer.received) == expected_calls(mode, steps=4, microbatches_per_step=3)[1:]
+    assert received_calls(trainer.received) == expected_calls(mode, microbatches=[3] * 4, microbatches_per_step=3)[1:]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     summary = summarise(lines)
     assert summary["denominators"] == [8.0] * 4
@@ -228,6 +229,44 @@ def test_a_failed_token_ends_the_run_and_names_step_and_microbatch(kind: str) ->
     assert lines == []
 
 
+def test_an_upload_that_fails_after_its_call_returned_still_saves_update_and_checkpoint() -> None:
+    trainer = InstantTrainer()
+
+    def spoil(record: dict[str, Any]) -> None:
+        trainer.bad_token = "staged" if record["step"] == 3 and record["index"] == 0 else None
+
+    trainer.fail["stage_fwd_bwd"] = spoil
+    program, feeder, lines = make("staged_before_update", trainer)
+    with pytest.raises(TokenFailedError, match="staged of step 3, micro-batch 0 failed"):
+        run(program, feeder)
+    assert [r["command"] for r in trainer.received][-3:] == ["apply_deferred_update", "get_metrics", "save_checkpoint"]
+    assert [line["step"] for line in lines] == [1, 2]
+
+
+def test_a_timeout_that_the_trainer_reports_of_its_own_wait_is_a_stage_that_raised() -> None:
+    trainer = InstantTrainer()
+
+    def fail(record: dict[str, Any]) -> None:
+        if record["step"] == 2 and record["index"] == 0:
+            error = WaitTimeoutError("no device buffer retired")
+            error.from_peer = True
+            raise error
+
+    trainer.fail["stage_fwd_bwd"] = fail
+    program, feeder, lines = make("staged_before_update", trainer)
+    with pytest.raises(WaitTimeoutError, match="no device buffer retired"):
+        run(program, feeder)
+    assert [line["step"] for line in lines] == [1]
+
+
+def test_every_planned_stage_has_its_own_patience() -> None:
+    program, _, _ = make("staged_before_update", InstantTrainer())
+    program._stage_wait_s = 1000.0
+    program._stage_wait_began = 1.0  # left over from an earlier wait
+    program._check_waits()
+    assert program._stage_wait_began is None
+
+
 @pytest.mark.parametrize("command", ["get_metrics", "save_checkpoint"])
 def test_a_failed_ticket_ends_the_run(command: str) -> None:
     trainer = InstantTrainer()
@@ -235,7 +274,7 @@ def test_a_failed_ticket_ends_the_run(command: str) -> None:
     program, feeder, _ = make("serial", trainer)
     with pytest.raises(RunFailedError, match=f"{command} of step .* failed: disk full"):
         if command == "save_checkpoint":
-            program.save_first_checkpoint()
+            program.prepare(None)
         run(program, feeder)
 
 

@@ -35,9 +35,13 @@ def test_commands_match_the_contracts_table(
 ) -> None:
     log = Driver(config(mode, microbatches, steps, checkpoint_every=every, weight_sync=sync)).run()
     wanted = expected_calls(
-        mode, steps=steps, microbatches_per_step=microbatches, checkpoint_every=every, weight_sync=sync
+        mode,
+        microbatches=[microbatches] * steps,
+        microbatches_per_step=microbatches,
+        checkpoint_every=every,
+        weight_sync=sync,
     )
-    assert trainer_calls(log) == wanted[1:]
+    assert trainer_calls(log) == wanted[2 if sync else 1 :]
     assert [call for call in log if call.startswith("bookkeep")] == [f"bookkeep {k + 1}" for k in range(steps)]
 
 
@@ -168,6 +172,34 @@ def test_a_stage_that_raised_ends_the_run_after_update_and_checkpoint() -> None:
         "save_checkpoint 2",
         "bookkeep 2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("after", "every"), [("stage_fwd_bwd", 0), ("apply_deferred_update", 0), ("get_metrics", 0), ("get_metrics", 2)]
+)
+def test_a_stage_that_fails_after_its_call_returned_ends_the_run_the_same_way(after: str, every: int) -> None:
+    driver = Driver(config("staged_before_update", checkpoint_every=every))
+    failed: list[bool] = []
+
+    def fail(schedule: BoundarySchedule, command: Command) -> bool:
+        if failed or command.step != (3 if after == "stage_fwd_bwd" else 2) or command.kind.value != after:
+            return False
+        if after == "stage_fwd_bwd" and command.index != 0:
+            return False
+        driver.log.append(f"{after} returned")
+        schedule.returned(command)
+        driver._pending.append(command)
+        failed.append(schedule.stage_failed_later(3, 0))
+        return True
+
+    driver.fault = fail
+    log = driver.run()
+    assert failed == [True]
+    assert "save_checkpoint 2" in log
+    assert log[-1] == "bookkeep 2"
+    assert log.count("save_checkpoint 2") == 1
+    assert not [call for call in log if " 3." in call and call.startswith("fwd")]
+    assert driver.schedule.stage_failed_later(3, 0) is False
 
 
 @pytest.mark.parametrize("mode", BOUNDARIES)

@@ -111,14 +111,19 @@ def test_a_session_from_hello_to_shutdown_leaves_nothing_behind(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "end of stdin"])
-def test_it_stops_in_order_when_told_to_or_left_alone(tmp_path: Path, how: str) -> None:
-    with trainer(tmp_path) as process, session() as (client, _):
-        call(client, "restore_checkpoint")
-        if how == "end of stdin":
-            assert process.stdin is not None
-            process.stdin.close()
-        else:
-            process.send_signal(getattr(signal, how))
+def test_told_to_stop_it_serves_its_living_orchestrator_to_the_end_and_a_dead_one_no_longer(
+    tmp_path: Path, how: str
+) -> None:
+    with trainer(tmp_path) as process:
+        with session() as (client, _):
+            call(client, "restore_checkpoint")
+            if how == "end of stdin":
+                assert process.stdin is not None
+                process.stdin.close()
+            else:
+                process.send_signal(getattr(signal, how))
+            for _ in range(20):  # a deferred update could still be applied
+                assert call(client, "info")["gate"]
         assert process.wait(DEADLINE_S) == 0
     assert list_objects(RUN) == []
 

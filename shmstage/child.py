@@ -1,0 +1,75 @@
+"""What every child process of the launcher has in common: its settings, when it stops, how it says why it failed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import final
+
+from shmstage.errors import ShmstageError
+from shmstage.events import write_failure
+from shmstage.settings import Settings
+
+
+@final
+class Lifeline:
+    """``stop_requested`` turns true on SIGINT, SIGTERM or, with ``watch_stdin``, at the end of standard input.
+
+    The launcher keeps the writing end of each child's standard input and never writes: the kernel closes it however
+    the launcher ends, so a child outlives it by no more than one poll.
+    """
+
+    def __init__(self, *, watch_stdin: bool) -> None:
+        self._stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        if watch_stdin:
+            threading.Thread(target=self._wait_for_end, name="lifeline", daemon=True).start()
+
+    def stop_requested(self) -> bool:
+        return self._stop.is_set()
+
+    def exit_at_once(self) -> None:
+        """From now on a stop ends the process without ceremony: for a child that holds nothing others wait for."""
+        threading.Thread(target=self._exit_when_stopped, name="exit-at-once", daemon=True).start()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stop.set()
+
+    def _wait_for_end(self) -> None:
+        while os.read(0, 4096):
+            pass
+        self._stop.set()
+
+    def _exit_when_stopped(self) -> None:
+        self._stop.wait()
+        os._exit(130)
+
+
+def run_child(role: str, serve: Callable[[Settings, Lifeline, int], None]) -> int:
+    """Parse the child's arguments, call ``serve(settings, lifeline, epoch)``, return the exit code.
+
+    An error is one line (a traceback only if it is none of ours) in the log and a record in OUT for the launcher.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m shmstage.{role}")
+    parser.add_argument("--settings", required=True, help="the settings as JSON")
+    parser.add_argument("--epoch", type=int, default=1, help="incarnation of the orchestrator")
+    parser.add_argument("--lifeline", action="store_true", help="stop at the end of standard input")
+    args = parser.parse_args()
+    settings = Settings.model_validate_json(args.settings)
+    lifeline = Lifeline(watch_stdin=args.lifeline)
+    try:
+        serve(settings, lifeline, args.epoch)
+        return 0
+    except ShmstageError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return write_failure(settings.out_dir, role, error)
+    except Exception as error:
+        traceback.print_exc()
+        return write_failure(settings.out_dir, role, error)
