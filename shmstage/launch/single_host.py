@@ -127,13 +127,12 @@ def _failure(out: Path, children: dict[str, Child]) -> ShmstageError | None:
     for role in ("trainer", "orchestrator"):
         if role in told and not isinstance(told[role], PeerLostError):
             return told[role]
-    for role in ("trainer", "orchestrator"):
-        child = children[role]
-        code = child.exit_code()
-        if code is None:
-            return PeerLostError(f"the {role} (pid {child.pid}) did not end when the other one had; see {child.log}")
-        if code != 0:
+    for role, child in children.items():
+        if child.exit_code():
             return told.get(role) or PeerLostError(f"the {role} (pid {child.pid}) {child.describe_end()}")
+    for role, child in children.items():
+        if child.exit_code() is None:
+            return PeerLostError(f"the {role} (pid {child.pid}) did not end when the other one had; see {child.log}")
     return None
 
 

@@ -47,12 +47,6 @@ def nudge() -> None:
     gc.collect(0)
 
 
-def lies_within(arrays: Iterable[jax.Array], start: int, nbytes: int) -> bool:
-    """True if a shard of one of the arrays is memory of ``[start, start + nbytes)``: it was aliased, not copied."""
-    pointers = (shard.data.unsafe_buffer_pointer() for array in arrays for shard in array.addressable_shards)
-    return any(start <= pointer < start + nbytes for pointer in pointers)
-
-
 def refuse_narrowing(fields: Iterable[tuple[str, str]]) -> None:
     """Raise ``LayoutError`` for a (name, dtype name) that ``device_put`` would narrow: 2**40 + 7 becomes 7."""
     for name, dtype in fields:

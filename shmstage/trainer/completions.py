@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import time
 from collections.abc import Callable
@@ -12,12 +11,11 @@ from typing import final
 import jax
 
 from shmstage.memory.handle import Handle
+from shmstage.trainer.reporting import report
 from shmstage.trainer.step_health import StepHealth
 from shmstage.trainer.timing import StepTiming
 from shmstage.trainer.tokens import TokenWatcher
 from shmstage.wire.messages import TokenEvent
-
-log = logging.getLogger(__name__)
 
 UPLOAD_STAMPS = {"staged": ("upload_begin_ns", "staged_ready_ns"), "patched": ("patch_begin_ns", "patch_ready_ns")}
 
@@ -50,7 +48,7 @@ class Completions:
         self._timing = timing
         self._clock_ns = clock_ns
         self._compute = TokenWatcher("compute", clock_ns=clock_ns)
-        self._uploads = TokenWatcher("uploads", in_order=False, clock_ns=clock_ns)
+        self._uploads = TokenWatcher("uploads", at_once=True, clock_ns=clock_ns)
         self._failures: queue.SimpleQueue[Failure] = queue.SimpleQueue()
         #: waits for uploads; what ``DeviceBuffers`` needs
         self.watch_upload = self._uploads.watch
@@ -76,12 +74,12 @@ class Completions:
             self._timing.ready(step, request_id, ready_ns)
             if updates:
                 error = self.health.update_verdict(step, error)
+            stamps = {"dispatch_begin_ns": begin_ns, "dispatch_end_ns": end_ns, "ready_ns": ready_ns}
+            error = self._report(TokenEvent(0, kind, request_id, step, index, not error, error, stamps))
+            if updates:
+                self.health.update_over(step, error)
             else:
                 self.health.forward_over(step, error and f"{kind} of {request_id}: {error}")
-            stamps = {"dispatch_begin_ns": begin_ns, "dispatch_end_ns": end_ns, "ready_ns": ready_ns}
-            self._report(TokenEvent(0, kind, request_id, step, index, not error, error, stamps))
-            if updates:
-                self.health.update_over(step)
 
         if token is None:
             on_ready(end_ns, "")  # an engine without tokens returns when the work is done
@@ -98,11 +96,11 @@ class Completions:
         self.health.upload_began(handle.step)
 
         def on_ready(ready_ns: int, error: str) -> None:
-            self.health.upload_over(handle.step, error and f"upload of {handle.request_id}: {error}")
             stamps = {begin: begin_ns, ready: ready_ns}
-            self._report(
+            error = self._report(
                 TokenEvent(0, kind, handle.request_id, handle.step, handle.index, not error, error, stamps)
             )
+            self.health.upload_over(handle.step, error and f"upload of {handle.request_id}: {error}")
 
         return on_ready
 
@@ -124,11 +122,12 @@ class Completions:
         self._uploads.close()
         self._compute.close()
 
-    def _report(self, event: TokenEvent) -> None:
+    def _report(self, event: TokenEvent) -> str:
+        """Returns the error it was told with: an event that cannot travel is told as failed, and then it is."""
+        return report(self._note_and_emit, event).error
+
+    def _note_and_emit(self, event: TokenEvent) -> None:
         if event.error:
             # first: whoever sees the event may send the next command at once
             self._failures.put(Failure(event.kind, event.request_id, event.error))
-        try:
-            self._emit(event)
-        except Exception:
-            log.exception("%s of %s could not be reported", event.kind, event.request_id)
+        self._emit(event)

@@ -22,6 +22,7 @@ from shmstage.memory.handle import Handle
 from shmstage.memory.layout import Layout
 from shmstage.trainer import aliasing
 from shmstage.trainer.host_copy import copy_bytes
+from shmstage.trainer.reporting import describe
 
 Shardings = Mapping[str, jax.sharding.Sharding]
 
@@ -191,12 +192,11 @@ class DeviceBuffers:
         arrays = _put(views, shardings)
 
         def report(ready_ns: int, error: str) -> None:
-            try:
-                lease.check()
-            except Exception as stale:
-                error = error or str(stale)
-            if not keep_lease:
-                lease.end()
+            for act in (lease.check,) if keep_lease else (lease.check, lease.end):
+                try:
+                    act()
+                except Exception as raised:
+                    error = error or describe(raised)
             on_ready(ready_ns, error)
 
         return arrays, report

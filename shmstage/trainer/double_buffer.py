@@ -27,7 +27,8 @@ class DoubleBuffer:
 
     Each ``batch`` is a dict of field name → ``jax.Array``. The slot it came from is released as soon as its copy is
     proven over, not when you are done with the arrays. While you compute on one micro-batch, the next is uploaded if it
-    has been published already. ``sharding`` places every field (or names one per field); default: the first device.
+    has been published already; an error met there is raised by the following ``next``. ``sharding`` places every field
+    (or names one per field); default: the first device.
 
     On the CPU backend the arrays are private host buffers, ``device_buffers`` of them, used again when you have dropped
     the arrays and the programs reading them are over: holding on to more batches than that raises ``WaitTimeoutError``
@@ -45,15 +46,20 @@ class DoubleBuffer:
         self._consumer = consumer
         self._sharding = sharding if sharding is not None else SingleDeviceSharding(jax.local_devices()[0])
         self._timeout_s = timeout_s
-        self._watcher = TokenWatcher("double-buffer", in_order=False)
+        self._watcher = TokenWatcher("double-buffer", at_once=True)
         self._buffers = DeviceBuffers(device_buffers, self._watcher.watch, timeout_s=timeout_s)
         self._ahead: StagedBatch | None = None
+        self._ahead_error: Exception | None = None
+        self._unplaced: Readable | None = None
         self._over = False
 
     def __iter__(self) -> DoubleBuffer:
         return self
 
     def __next__(self) -> dict[str, jax.Array]:
+        if self._ahead_error is not None:
+            error, self._ahead_error = self._ahead_error, None
+            raise error
         if self._ahead is None and not self._over:
             self._ahead = self._upload(self._timeout_s)
         batch, self._ahead = self._ahead, None
@@ -68,6 +74,8 @@ class DoubleBuffer:
                 self._ahead = self._upload(0.0)
             except WaitTimeoutError:
                 pass  # not published yet
+            except Exception as error:
+                self._ahead_error = error  # this batch is on the device already and must not go with it
         return batch.take()
 
     def close(self) -> None:
@@ -75,6 +83,10 @@ class DoubleBuffer:
         if self._ahead is not None:
             self._buffers.discard(self._ahead)
             self._ahead = None
+        if self._unplaced is not None:
+            self._unplaced.end()
+            self._unplaced = None
+        self._ahead_error = None
         self._over = True
         self._watcher.close()
 
@@ -87,11 +99,16 @@ class DoubleBuffer:
         self.close()
 
     def _upload(self, timeout_s: float) -> StagedBatch | None:
-        lease = self._consumer.receive(timeout_s)
+        lease = self._unplaced or self._consumer.receive(timeout_s)
+        self._unplaced = None
         if lease is None:
             self._over = True
             return None
         sharding = self._sharding
         if not isinstance(sharding, Mapping):
             sharding = dict.fromkeys([*lease.views, *lease.late_views], sharding)
-        return self._buffers.upload(lease, sharding)
+        try:
+            return self._buffers.upload(lease, sharding)
+        except WaitTimeoutError:
+            self._unplaced = lease  # no place for it; the next call tries again
+            raise

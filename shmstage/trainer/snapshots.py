@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from shmstage.errors import ShmstageError, WaitTimeoutError
+from shmstage.errors import WaitTimeoutError
+from shmstage.trainer.reporting import describe, python_numbers, report
 from shmstage.wire.messages import TicketEvent
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class Snapshots:
             ticket.copy = None  # drops the references to the device arrays
             ticket.copied.set()
         if ticket.write is None:
-            self._resolve(ticket, value or {}, None)
+            self._resolve(ticket, {} if value is None else value, None)
         else:
             self._to_write.put(ticket)
 
@@ -138,19 +139,16 @@ class Snapshots:
             del ticket
 
     def _resolve(self, ticket: _Ticket, value: Mapping[str, Any], error: Exception | None) -> None:
-        text = "" if error is None else describe(error)
+        told: dict[str, Any] = {}
+        try:
+            told = python_numbers(dict(value))
+        except Exception as unusable:  # a snapshot's write may return anything
+            error = error or unusable
+        text = "" if error is None else f"{ticket.kind} of step {ticket.step}: {describe(error)}"
         stamps = {"done_ns": self._clock_ns()}
-        event = TicketEvent(0, ticket.number, ticket.kind, ticket.step, error is None, dict(value), text, stamps)
         try:
             self._on_done(ticket.kind, ticket.step, text)
-            self._emit(event)
         except Exception:
-            log.exception("ticket %d (%s %d) could not be reported", ticket.number, ticket.kind, ticket.step)
-        finally:
-            ticket.done.set()
-
-
-def describe(error: Exception) -> str:
-    """The error in one line; ours carry their text, foreign ones their class as well."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if isinstance(error, ShmstageError) else f"{type(error).__name__}: {text}"[:2000]
+            log.exception("ticket %d (%s %d) was not noted as over", ticket.number, ticket.kind, ticket.step)
+        report(self._emit, TicketEvent(0, ticket.number, ticket.kind, ticket.step, error is None, told, text, stamps))
+        ticket.done.set()

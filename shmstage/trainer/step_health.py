@@ -10,13 +10,20 @@ from typing import final
 from shmstage.errors import TokenFailedError, WaitTimeoutError
 
 KEPT_STEPS = 8
+"""Finished steps remembered; any number of unfinished and failed ones is kept besides."""
 
 
 @dataclass(slots=True)
 class _Step:
     uploads_open: int = 0
     update_open: bool = False
+    update_reported: bool = False
     error: str = ""
+
+    @property
+    def forgettable(self) -> bool:
+        """All of it was reported, and well: a step that is not known here counts as landed."""
+        return self.update_reported and self.uploads_open == 0 and not self.error
 
 
 @final
@@ -51,18 +58,24 @@ class StepHealth:
     def update_verdict(self, step: int, error: str) -> str:
         """The update's own error, or that of the work it summed up: "" only if all of the step is ok.
 
-        Waits for the step's uploads to be reported, which the forward passes that read them have outlived.
+        Waits for the step's uploads to be reported, which the forward passes that read them have outlived. Never
+        raises: an upload that is not reported in time is the step's error.
         """
         with self._changed:
             state = self._step(step)
-            self._wait(lambda: state.uploads_open == 0, f"uploads of step {step}")
+            try:
+                self._wait(lambda: state.uploads_open == 0, f"uploads of step {step}")
+            except WaitTimeoutError as late:
+                error = error or str(late)
             state.error = state.error or error
             return state.error
 
-    def update_over(self, step: int) -> None:
-        """The update's event is out; snapshots of the step may go on."""
+    def update_over(self, step: int, error: str) -> None:
+        """The update's event is out, with ``error``; snapshots of the step may go on."""
         with self._changed:
-            self._step(step).update_open = False
+            state = self._step(step)
+            state.update_open, state.update_reported = False, True
+            state.error = state.error or error
             self._changed.notify_all()
 
     def require_landed(self, step: int) -> None:
@@ -83,8 +96,10 @@ class StepHealth:
             self._steps.clear()
 
     def _step(self, step: int) -> _Step:
-        while len(self._steps) >= KEPT_STEPS and step not in self._steps:
-            del self._steps[min(self._steps)]
+        if step not in self._steps:
+            finished = sorted(number for number, state in self._steps.items() if state.forgettable)
+            for number in finished[: max(0, len(finished) + 1 - KEPT_STEPS)]:
+                del self._steps[number]
         return self._steps.setdefault(step, _Step())
 
     def _wait(self, over: Callable[[], bool], what: str) -> None:

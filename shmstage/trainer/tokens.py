@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -13,9 +14,13 @@ import jax
 
 from shmstage.errors import WaitTimeoutError
 from shmstage.trainer.jax_seam import wait_ready
+from shmstage.trainer.reporting import describe
+
+log = logging.getLogger(__name__)
 
 OnReady = Callable[[int, str], None]
-"""Called with (ready_ns, error text or ""), as a rule on the watcher's thread."""
+"""Called with (ready_ns, error text or ""), as a rule on the watcher's thread. If it raises, it is called once more
+with that as the error: work that nobody hears of would be waited for until a deadline."""
 
 
 @dataclass(slots=True)
@@ -29,14 +34,14 @@ class TokenWatcher:
     """Waits for arrays in the order they were given. Work of one device queue ends in that order.
 
     Use one watcher for computations and one for uploads: an upload is often ready long before the computation
-    dispatched ahead of it. With ``in_order=False`` what is ready already is reported at once, on the calling thread:
-    on the CPU backend that is every upload, and a switch of threads costs more than the upload of a small one.
+    dispatched ahead of it. With ``at_once`` what is ready when it is given is reported on the calling thread, ahead of
+    what still waits: on the CPU backend that is every upload, and a switch of threads costs more than a small one.
     """
 
     def __init__(
-        self, name: str, *, in_order: bool = True, clock_ns: Callable[[], int] = time.monotonic_ns
+        self, name: str, *, at_once: bool = False, clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        self._in_order = in_order
+        self._at_once = at_once
         self._clock_ns = clock_ns
         self._waiting: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"shmstage-{name}", daemon=True)
@@ -44,8 +49,8 @@ class TokenWatcher:
 
     def watch(self, arrays: Any, on_ready: OnReady) -> None:
         """Call ``on_ready`` once every array of the pytree is ready or failed. The references are dropped first."""
-        if not self._in_order and all(array.is_ready() for array in jax.tree.leaves(arrays)):
-            on_ready(self._clock_ns(), failure_of(arrays))
+        if self._at_once and all(array.is_ready() for array in jax.tree.leaves(arrays)):
+            _tell(on_ready, self._clock_ns(), failure_of(arrays))
             return
         self._waiting.put(_Watched(arrays, on_ready))
 
@@ -66,8 +71,19 @@ class TokenWatcher:
             error = failure_of(item.arrays)
             ready_ns = self._clock_ns()
             item.arrays = None
-            item.on_ready(ready_ns, error)
+            _tell(item.on_ready, ready_ns, error)
             del item  # else the last one lives until the next arrives
+
+
+def _tell(on_ready: OnReady, ready_ns: int, error: str) -> None:
+    try:
+        on_ready(ready_ns, error)
+    except Exception as raised:
+        log.exception("reporting that device work is over raised; it is reported as failed")
+        try:
+            on_ready(ready_ns, error or f"reporting it raised {describe(raised)}")
+        except Exception:
+            log.exception("finished device work could not be reported")
 
 
 def failure_of(arrays: Any) -> str:

@@ -225,6 +225,9 @@ class Worker:
     def _restore_checkpoint(self, given: Arguments) -> Result:
         withdrawn = given.pairs("withdrawn")
         given.finish()
+        if self._gate.state.phase == "open":
+            # what was open is dropped now; if this fails, only another restore may go on
+            self._gate.failed("the last restore_checkpoint did not succeed")
         # an old save must not commit after the choice below, an old failure must not be told after it
         self._quiesce()
         if self._stepper.current is not None:
@@ -236,7 +239,6 @@ class Worker:
                 "start the trainer again"
             )
         step = None if metadata is None else int(str(metadata["step"]))
-        self._first_checkpoint_durable = False
         self._timing.clear()
         self._gate.restored(step)
         return {"step": step, "metadata": dict(metadata or {})}
@@ -244,11 +246,16 @@ class Worker:
     def _shutdown(self, given: Arguments) -> Result:
         discard = given.flag("discard")
         given.finish()
+        if discard:
+            self._stepper.reset()
+            self.finished = True  # ``close`` waits for what must not lose its memory; the answer need not
+            return {"param_digest": ""}
         state = self._gate.state
-        if not discard and state.phase == "open" and state.deferred_step is not None:
+        if state.phase == "open" and state.deferred_step is not None:
             self._stepped(self._stepper.apply_deferred_update())
+        self._completions.drain(self._timeout_s)
+        self._read_news()  # before they are emptied: parameters of a failed step have no digest
         self._quiesce()
-        self._read_news()
         self.finished = True
         failed = self._gate.state.phase == "failed"
         return {"param_digest": "" if failed else param_digest(self._engine)}
@@ -314,12 +321,13 @@ class Worker:
         self._completions.drain(self._timeout_s)
         self._snapshots.join(self._timeout_s)
         self._completions.health.clear()
+        self._completions.failures()
+        self._first_checkpoint_durable = False
 
     def _detach(self) -> None:
         """Unmap the pool, after everything that could still read it."""
         current = self._stepper.current
         self._quiesce()
-        self._read_news()
         self._stepper.attach(None)
         self._gate.detached()
         if current is not None:

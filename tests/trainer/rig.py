@@ -6,6 +6,7 @@ import os
 import queue
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from shmstage.memory.pool import Pool
 from shmstage.testing.engines import MemoryStore, ToyEngine, toy_layout
 from shmstage.trainer.optax_engine import OptaxEngine
 from shmstage.trainer.worker import Worker
+from shmstage.wire.codec import FRAME_LIMIT_NBYTES, encode
 from shmstage.wire.handles import handle_to_wire
 from shmstage.wire.messages import PROTOCOL_VERSION, Hello, TicketEvent, TokenEvent
 
@@ -34,6 +36,7 @@ class Rig:
         layout: Layout | None = None,
         slots: int = 4,
         payload_shift: int = 0,
+        frame_limit_nbytes: int = FRAME_LIMIT_NBYTES,
         identity: ProcessIdentity,
         **worker: Any,
     ) -> None:
@@ -42,11 +45,12 @@ class Rig:
         self.identity = identity
         self._slots = slots
         self._shift = payload_shift
+        self._frame_limit_nbytes = frame_limit_nbytes
         self._events: queue.SimpleQueue[TokenEvent | TicketEvent] = queue.SimpleQueue()
         self.tokens: list[TokenEvent] = []
         self.tickets: dict[int, TicketEvent] = {}
         self.pools: list[Pool] = []
-        self.worker = Worker(engine, emit=self._events.put, identity=identity, timeout_s=DEADLINE_S, **worker)
+        self.worker = Worker(engine, emit=self._emit, identity=identity, timeout_s=DEADLINE_S, **worker)
         self.epoch = 0
 
     # --- the producer's side --------------------------------------------------------------------------------
@@ -100,6 +104,10 @@ class Rig:
                 if (event.kind, event.request_id) == (kind, request_id):
                     return event
             self._take()
+
+    def _emit(self, event: TokenEvent | TicketEvent) -> None:
+        encode(replace(event, number=1), limit_nbytes=self._frame_limit_nbytes)  # as a server does
+        self._events.put(event)
 
     def _take(self) -> None:
         event = self._events.get(timeout=DEADLINE_S)

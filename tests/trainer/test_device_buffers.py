@@ -45,7 +45,7 @@ class Lease:
 
 @pytest.fixture
 def watcher() -> Iterator[TokenWatcher]:
-    watcher = TokenWatcher("test", in_order=False)
+    watcher = TokenWatcher("test", at_once=True)
     yield watcher
     watcher.close()
 
@@ -109,6 +109,17 @@ def test_where_uploads_read_the_slot_a_stale_one_is_reported(
     buffers_of(watcher).upload(Lease(stale_at=2, offset=4), shardings, lambda ready_ns, error: errors.append(error))
     watcher.drain(DEADLINE_S)
     assert errors == ["the slot has moved on"]
+
+
+def test_where_uploads_read_the_slot_a_lease_that_cannot_be_ended_is_reported(
+    watcher: TokenWatcher, shardings: Shardings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aliasing, "aliases_host_memory", lambda shardings: False)
+    monkeypatch.setattr(Lease, "end", lambda lease: (_ for _ in ()).throw(ValueError("unmapped")))
+    errors: list[str] = []
+    buffers_of(watcher).upload(Lease(offset=4), shardings, lambda ready_ns, error: errors.append(error))
+    watcher.drain(1.0)
+    assert errors == ["ValueError: unmapped"]
 
 
 def test_a_kept_lease_is_the_callers_to_end(watcher: TokenWatcher, shardings: Shardings) -> None:

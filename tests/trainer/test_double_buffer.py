@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -10,11 +10,10 @@ import pytest
 from trainer.test_poison import LAYOUT, PoisonedLease, content, heavy
 
 import shmstage
-from shmstage.errors import LayoutError, WaitTimeoutError
+from shmstage.errors import LayoutError, PeerLostError, WaitTimeoutError
 from shmstage.memory.aligned import aligned_buffer
 from shmstage.memory.handle import Handle
 from shmstage.memory.layout import Layout
-from shmstage.trainer.aliasing import lies_within
 from shmstage.trainer.double_buffer import DoubleBuffer
 
 pytestmark = pytest.mark.slow
@@ -73,6 +72,49 @@ def test_holding_on_to_every_batch_ends_at_a_deadline_with_the_remedy() -> None:
         with pytest.raises(WaitTimeoutError, match="drop references to their arrays or raise device_buffers"):
             next(batches)
         assert len(kept) == 2
+        kept.clear()
+        np.testing.assert_array_equal(next(batches)["bias"], content(2)["bias"])  # it was received and not lost
+
+
+@pytest.mark.parametrize("published", [1, 2, 3])
+def test_every_batch_uploaded_before_the_producer_died_is_given_out_first(published: int) -> None:
+    class Dying(Published):
+        def receive(self, timeout_s: float) -> Any:
+            if not self.left:
+                raise PeerLostError("producer 'p' died")
+            return super().receive(timeout_s)
+
+    with DoubleBuffer(Dying(published), timeout_s=1.0) as batches:
+        for number in range(published):
+            np.testing.assert_array_equal(next(batches)["bias"], content(number)["bias"])
+        for _ in range(2):
+            with pytest.raises(PeerLostError, match="producer 'p' died"):
+                next(batches)
+
+
+def test_an_error_of_the_batch_ahead_is_told_once_and_forgotten_when_closed() -> None:
+    class Stumbling(Published):
+        def receive(self, timeout_s: float) -> Any:
+            if len(self.left) == 1:
+                self.left.append(self.left.popleft() + 1)
+                self.left.append(self.left[0])
+                raise LayoutError("field 'x' is strange")
+            return super().receive(timeout_s)
+
+    with DoubleBuffer(Stumbling(2)) as batches:
+        next(batches)
+        with pytest.raises(LayoutError, match="strange"):
+            next(batches)
+        np.testing.assert_array_equal(next(batches)["bias"], content(2)["bias"])
+        batches.close()
+        with pytest.raises(StopIteration):
+            next(batches)
+
+
+def lies_within(arrays: Iterable[jax.Array], start: int, nbytes: int) -> bool:
+    """True if a shard of one of the arrays is memory of ``[start, start + nbytes)``: it was aliased, not copied."""
+    pointers = (shard.data.unsafe_buffer_pointer() for array in arrays for shard in array.addressable_shards)
+    return any(start <= pointer < start + nbytes for pointer in pointers)
 
 
 def test_arrays_are_the_private_buffers_themselves_not_copies_of_them() -> None:

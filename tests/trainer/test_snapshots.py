@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 
 from shmstage.errors import CheckpointError, WaitTimeoutError
 from shmstage.trainer.snapshots import Snapshots
+from shmstage.wire.codec import encode
 from shmstage.wire.messages import TicketEvent
 
 DEADLINE_S = 10.0
@@ -91,7 +95,7 @@ def test_what_goes_wrong_is_told_by_the_ticket(
 
     snapshots.submit("checkpoint", 1, fail if where == "copy" else works, fail, holds=True)
     event = events.get(timeout=DEADLINE_S)
-    assert (event.ok, event.value, event.error) == (False, {}, "disk full")
+    assert (event.ok, event.value, event.error) == (False, {}, "checkpoint of step 1: disk full")
     snapshots.wait_copies(DEADLINE_S)
     snapshots.submit("metrics", 1, works)
     assert events.get(timeout=DEADLINE_S).ok
@@ -119,3 +123,60 @@ def test_a_reporter_that_raises_does_not_end_the_threads() -> None:
     snapshots.join(DEADLINE_S)
     snapshots.close()
     assert told == ["metrics", "eval"]
+
+
+@pytest.fixture
+def travelled() -> Iterator[tuple[Snapshots, queue.SimpleQueue[TicketEvent]]]:
+    """Snapshots whose events are encoded, as a server does."""
+    arrived: queue.SimpleQueue[TicketEvent] = queue.SimpleQueue()
+
+    def emit(event: TicketEvent) -> None:
+        encode(event)
+        arrived.put(event)
+
+    snapshots = Snapshots(emit)
+    yield snapshots, arrived
+    snapshots.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"path": object()}, r"checkpoint of step 3 cannot be reported: TicketEvent.value.path is builtins.object"),
+        ({"log": "x" * (2 << 20)}, r"checkpoint of step 3 cannot be reported: .* the frame limit is 1048576"),
+        (None, r"checkpoint of step 3: TypeError: 'NoneType' object is not iterable"),
+    ],
+    ids=["foreign_object", "over_the_frame_limit", "no_mapping"],
+)
+def test_a_value_that_cannot_travel_fails_its_ticket(
+    travelled: tuple[Snapshots, queue.SimpleQueue[TicketEvent]], value: Any, reason: str
+) -> None:
+    snapshots, arrived = travelled
+    number = snapshots.submit("checkpoint", 3, lambda: None, lambda: value)
+    event = arrived.get(timeout=1.0)
+    assert (event.ticket, event.ok, event.value) == (number, False, {})
+    assert re.match(reason, event.error)
+    snapshots.submit("checkpoint", 4, lambda: None, dict)
+    assert arrived.get(timeout=DEADLINE_S).ok  # the thread lives
+
+
+def test_numpy_scalars_in_a_value_travel_as_numbers(
+    travelled: tuple[Snapshots, queue.SimpleQueue[TicketEvent]],
+) -> None:
+    snapshots, arrived = travelled
+    value = {"nbytes": np.int64(7), "parts": [{"scale": np.float32(0.5), "whole": np.bool_(True)}], "path": "a"}
+    snapshots.submit("checkpoint", 3, lambda: None, lambda: value)
+    event = arrived.get(timeout=DEADLINE_S)
+    assert event.ok
+    assert event.value == {"nbytes": 7, "parts": [{"scale": 0.5, "whole": True}], "path": "a"}
+    assert type(event.value["nbytes"]) is int
+
+
+def test_a_ticket_whose_outcome_cannot_be_noted_is_still_told(events: queue.SimpleQueue[TicketEvent]) -> None:
+    def on_done(kind: str, step: int, error: str) -> None:
+        raise ValueError(kind)
+
+    snapshots = Snapshots(events.put, on_done=on_done)
+    snapshots.submit("metrics", 1, dict)
+    assert events.get(timeout=1.0).ok
+    snapshots.close()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from trainer.rig import RUN, Rig, rigged
 from shmstage.errors import StaleHandleError
 from shmstage.memory.layout import Layout
 from shmstage.memory.reader import Lease, PoolReader
+from shmstage.testing.engines import MemoryStore, ToyEngine
 from shmstage.wire.handles import handle_from_wire
 
 pytestmark = pytest.mark.slow
@@ -79,3 +81,29 @@ def test_the_pool_goes_with_the_worker() -> None:
         name = sync(rig, 1)["pool"]
     with pytest.raises(Exception, match="cannot open pool"):
         PoolReader.attach(name, run_id=RUN, epoch=1)
+
+
+def test_a_layout_over_the_frame_limit_fails_the_ticket_with_step_and_reason() -> None:
+    class Wide:
+        def __init__(self) -> None:
+            self._inner = ToyEngine(store=MemoryStore())
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def weights(self) -> dict[str, Any]:
+            return {f"layer_{number}": self._inner.weights()["b"] for number in range(200)}
+
+    with rigged(Wide, frame_limit_nbytes=4096) as rig:
+        event = rig.ticket(rig.call("prepare_weight_sync", version=1))
+        assert (event.ok, event.value, event.step) == (False, {}, 1)
+        assert re.match("weights of step 1 cannot be reported: .* the frame limit is 4096", event.error)
+
+
+def test_a_publication_that_fails_is_told_with_step_and_reason() -> None:
+    with rigged() as rig:
+        rig.train_step(1)
+        rig.engine.weights = lambda: {"w": np.zeros(3)}  # not an array of a device
+        event = rig.ticket(rig.call("prepare_weight_sync", version=1))
+        assert not event.ok
+        assert re.match("weights of step 1: AttributeError: .*addressable_shards", event.error)

@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from trainer.rig import Rig, rigged
 
 from shmstage.errors import (
+    CheckpointError,
     EngineError,
     GateClosedError,
     PeerRestartedError,
@@ -26,7 +29,8 @@ from shmstage.errors import (
 from shmstage.memory.handle import Handle
 from shmstage.memory.reader import Lease
 from shmstage.testing.engines import FailingEngine, MemoryStore, ReplayingEngine, ToyEngine
-from shmstage.trainer import aliasing
+from shmstage.trainer import aliasing, worker
+from shmstage.trainer.completions import Completions
 
 pytestmark = pytest.mark.slow  # each compiles or at least runs real programs
 
@@ -331,8 +335,38 @@ def test_a_failed_token_fails_the_update_metrics_and_snapshots_of_its_step() -> 
         ]
         rig.engine.over.set()
         assert not rig.token("update", "update.1").ok
-        assert not any(rig.ticket(ticket).ok for ticket in tickets)
+        for kind, event in zip(("metrics", "checkpoint", "weights"), map(rig.ticket, tickets), strict=True):
+            assert not event.ok
+            assert re.match(f"{kind} of step 1: step 1 failed: .*seeded device failure", event.error)
         assert rig.engine._inner._store.steps() == [0]
+
+
+def test_failures_of_work_a_restore_dropped_are_not_told_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rigged(lambda: FailingEngine(ToyEngine(store=MemoryStore()), frozenset({2}))) as rig:
+        rig.engine.over.clear()
+        for index in range(2):
+            rig.call("fwd_bwd", handle=rig.publish(1, index))
+        reset = rig.worker._stepper.reset
+        # the work fails inside the restore, after the news before it were read
+        monkeypatch.setattr(rig.worker._stepper, "reset", lambda: (reset(), rig.engine.over.set()))
+        assert rig.call("restore_checkpoint")["step"] == 0
+        assert rig.call("info")["gate"] == "open"
+        rig.train_step(1)
+
+
+def test_after_a_restore_that_failed_nothing_is_trained_until_one_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rigged() as rig:
+        wanted = rig.train_step(1)
+        rig.call("restore_checkpoint")
+        rig.call("fwd_bwd", handle=rig.publish(1, 0))  # its gradients go with the restore
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.engine._store, "load", lambda *_: (_ for _ in ()).throw(CheckpointError("gone")))
+            with pytest.raises(CheckpointError, match="gone"):
+                rig.call("restore_checkpoint")
+        with pytest.raises(TokenFailedError, match="restore_checkpoint did not succeed"):
+            rig.call("fwd_bwd", handle=rig.publish(1, 1))
+        rig.call("restore_checkpoint")
+        assert rig.train_step(1) == wanted
 
 
 def test_an_engine_that_raises_needs_a_restore() -> None:
@@ -360,8 +394,32 @@ def test_a_failed_save_is_told_by_its_ticket() -> None:
         rig.engine._store.save = lambda *_: (_ for _ in ()).throw(OSError("disk full"))
         event = rig.ticket(rig.call("save_checkpoint", step=1, metadata={}))
         assert (event.ok, event.kind, event.step) == (False, "checkpoint", 1)
-        assert "disk full" in event.error
+        assert re.match("checkpoint of step 1: .*disk full", event.error)
         rig.train_step(2)
+
+
+def test_a_checkpoint_whose_facts_cannot_travel_is_told_as_failed() -> None:
+    class Talkative:
+        def __init__(self) -> None:
+            self._inner = ToyEngine(store=MemoryStore())
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def save(self, step: int, metadata: Any) -> Any:
+            snapshot = self._inner.save(step, metadata)
+            write = snapshot.write
+            facts = np.int64(3) if step == 0 else {1, 2}
+            snapshot.write = lambda: {**write(), "parts": facts}
+            return snapshot
+
+    with rigged(Talkative) as rig:
+        (first,) = rig.tickets.values()
+        assert (first.ok, first.value["parts"]) == (True, 3)
+        rig.train_step(1)
+        event = rig.ticket(rig.call("save_checkpoint", step=1, metadata={}))
+        assert (event.ok, event.value) == (False, {})
+        assert re.match("checkpoint of step 1 cannot be reported: .*parts is builtins.set", event.error)
 
 
 def test_without_a_checkpoint_a_trained_engine_cannot_go_back_to_the_start() -> None:
@@ -516,9 +574,43 @@ def test_shutdown_applies_a_deferred_update_unless_told_to_discard(discard: bool
     with rigged() as rig:
         before = rig.digest()
         rig.call("fwd_bwd", handle=rig.publish(1, 0, final=True), defer_update=True)
-        digest = rig.call("shutdown", discard=discard)["param_digest"]
-        assert (digest == before) is discard
+        told = rig.call("shutdown", discard=discard)["param_digest"]
         assert rig.worker.finished
+        assert (rig.digest() == before) is discard
+        assert told == ("" if discard else rig.digest())
+
+
+def test_shutdown_that_discards_answers_while_the_device_and_the_disk_are_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryStore()
+    with rigged(lambda: FailingEngine(ToyEngine(store=store), frozenset({2}))) as rig:
+        rig.train_step(1, microbatches=1)
+        store.hold.clear()
+        rig.engine.over.clear()
+        try:
+            rig.call("save_checkpoint", step=1, metadata={})
+            rig.call("fwd_bwd", handle=rig.publish(2, 0))
+            rig.call("stage_fwd_bwd", handle=rig.publish(2, 1))
+            with monkeypatch.context() as patch:
+                patch.setattr(rig.worker, "_timeout_s", 0.05)
+                patch.setattr(worker, "param_digest", lambda engine: pytest.fail("nobody asked for it"))
+                assert rig.call("shutdown", discard=True) == {"param_digest": ""}
+            assert rig.worker.finished
+            assert rig.worker._stepper.stage is None
+        finally:
+            rig.engine.over.set()
+            store.hold.set()
+
+
+def test_shutdown_after_a_failure_it_has_to_wait_for_gives_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rigged(lambda: FailingEngine(ToyEngine(store=MemoryStore()), frozenset({1}))) as rig:
+        rig.engine.over.clear()
+        rig.call("fwd_bwd", handle=rig.publish(1, 0))
+        drain = rig.worker._completions.drain
+        with monkeypatch.context() as patch:
+            patch.setattr(Completions, "drain", lambda self, timeout_s: (rig.engine.over.set(), drain(timeout_s)))
+            assert rig.call("shutdown") == {"param_digest": ""}
 
 
 def test_received_commands_are_recorded_refused_ones_too(tmp_path: Path) -> None:
