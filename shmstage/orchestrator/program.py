@@ -252,7 +252,7 @@ class Program:
         # events are read between calls only, so the reply that named the ticket has been seen
         kind, step = self._tickets.pop(event.ticket)
         if not event.ok:
-            raise RunFailedError(f"{kind} of step {step} failed: {event.error}")
+            raise RunFailedError(event.error)  # names what failed, and of which step
         if kind is Kind.GET_METRICS:
             self._ledger.metrics(step, event.value)
             self._note_if_complete(step)

@@ -272,7 +272,7 @@ def test_a_failed_ticket_ends_the_run(command: str) -> None:
     trainer = InstantTrainer()
     trainer.bad_ticket = command
     program, feeder, _ = make("serial", trainer)
-    with pytest.raises(RunFailedError, match=f"{command} of step .* failed: disk full"):
+    with pytest.raises(RunFailedError, match="disk full"):
         if command == "save_checkpoint":
             program.prepare(None)
         run(program, feeder)
