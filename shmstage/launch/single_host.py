@@ -19,6 +19,8 @@ from shmstage.launch.run_directory import claimed
 from shmstage.memory.names import list_objects
 from shmstage.memory.sweep import sweep
 from shmstage.settings import Settings
+from shmstage.transport.endpoint_lock import clear_stale_endpoints
+from shmstage.transport.endpoints import endpoint_for, socket_path
 
 POLL_S = 0.1
 #: how long one child may take to notice that the other has died, and to say what it knows of it
@@ -57,6 +59,7 @@ def run(settings: Settings, progress: Progress) -> dict[str, Any]:
                     children[role].end(settings.stop_grace_s)
             leaked = list_objects(settings.run)
             sweep(settings.run)
+            clear_stale_endpoints([socket_path(endpoint_for(settings.run, "trainer"))])
         progress.poll()
         if failure is not None:
             raise failure

@@ -11,6 +11,7 @@ import os
 import socket
 import stat
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import final
 
@@ -72,6 +73,41 @@ class EndpointLock:
         """In a forked child: closes the child's copy of the lock, which leaves the parent's as it is."""
         if self._give_up.detach() is not None:
             os.close(self._fd)
+
+
+def clear_stale_endpoints(paths: Iterable[Path], *, dry_run: bool = False) -> list[Path]:
+    """Of these socket paths, those that a dead process left behind, socket or lock file; removed unless ``dry_run``.
+
+    Whatever a living process owns, or is not a socket of ours, is left alone.
+    """
+    stale = []
+    for path in paths:
+        lock = path.with_name(path.name + ".lock")
+        if not (path.exists() or lock.exists()):
+            continue
+        if dry_run:
+            if not _is_locked(lock):
+                stale.append(path)
+            continue
+        with contextlib.suppress(TransportError):
+            EndpointLock(path).release()
+            stale.append(path)
+    return stale
+
+
+def _is_locked(lock: Path) -> bool:
+    try:
+        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        # shared, and only for this moment: an owner that starts now tries again
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
 
 
 def _give_up(fd: int, paths: tuple[Path, ...], pid: int) -> None:

@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from shmstage.errors import EndpointBusyError, TransportError
-from shmstage.transport.endpoint_lock import EndpointLock
+from shmstage.transport.endpoint_lock import EndpointLock, clear_stale_endpoints
 from shmstage.transport.endpoints import PATH_LIMIT_NBYTES, endpoint_for, runtime_dir, socket_path
 from shmstage.transport.zmq import ZmqChannel, ZmqServerChannel
 from shmstage.wire.codec import FRAME_LIMIT_NBYTES
@@ -280,3 +280,17 @@ def test_channel_keeps_its_name_over_a_server_restart(endpoint: str) -> None:
         server.close()
     assert names[0] == names[1]
     channel.close()
+
+
+def test_only_endpoints_of_the_dead_are_cleared(nothing_survives: Path) -> None:
+    alive, dead, gone = (nothing_survives / name for name in ("alive", "dead", "gone"))
+    lock = EndpointLock(alive)
+    dead.with_name("dead.lock").touch()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(dead))
+    paths = [alive, dead, gone]
+    assert clear_stale_endpoints(paths, dry_run=True) == [dead]
+    assert dead.exists()
+    assert clear_stale_endpoints(paths) == [dead]
+    assert sorted(p.name for p in nothing_survives.iterdir()) == ["alive.lock"]
+    lock.release()
