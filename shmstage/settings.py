@@ -106,13 +106,23 @@ class _Given:
 
 
 def resolve(
-    flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: Path | None = None,
+    *,
+    before: Mapping[str, Any] | None = None,
+    before_origin: str = "",
 ) -> Resolved:
     """Merge defaults, TOML file, environment and flags, and check the result.
 
-    Raises ``SettingsError`` naming key, value, limit and remedy.
+    ``before`` are the settings of the run that is resumed: they stand in for the defaults. Raises ``SettingsError``
+    naming key, value, limit and remedy.
     """
-    given: dict[str, _Given] = {}
+    given: dict[str, _Given] = {
+        key: _Given(value, 0, before_origin)
+        for key, value in (before or {}).items()
+        if key in Settings.model_fields and key != "resume" and value is not None
+    }
     for key, value in (_read_toml(file) if file else {}).items():
         given[key] = _Given(value, 1, f"file {file}")
     for key, name in _variables().items():

@@ -54,7 +54,7 @@ class StepProgress:
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                 console=self._console, transient=True,
             )  # fmt: skip
-            self._task = self._bar.add_task("starting trainer", total=settings.step_cap)
+            self._task = self._bar.add_task("starting: imports, compilation, first checkpoint", total=settings.step_cap)
             self._bar.start()
         return self
 
@@ -68,11 +68,10 @@ class StepProgress:
             return
         try:
             for line in self._new_lines():
-                text = describe_step(line)
-                if self._bar is None:
-                    self._console.print(text, highlight=False, soft_wrap=True)
-                else:
-                    self._bar.update(self._task, completed=line["step"], description=text)
+                # above the bar, where there is one
+                self._console.print(describe_step(line), highlight=False, soft_wrap=True)
+                if self._bar is not None:
+                    self._bar.update(self._task, completed=line["step"], description="training")
         except Exception as error:  # stderr closed, an odd line: the run goes on without an audience
             self._quiet = True
             with contextlib.suppress(Exception):
@@ -119,7 +118,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         ("trajectories", f"{seen['distinct']} distinct, {seen['trained']} trained"),
         ("parameters", summary["param_digest"]),
         ("leaked pools", f"{summary['leaked_pools']}"),
-        ("written to", summary["out"]),
+        *(("[bold]look at[/]", warning) for warning in summary["warnings"]),
     ]
     for name, value in rows:
         table.add_row(name, value)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shmstage.launch.run_directory import completed
+from shmstage.launch.run_directory import completed, run_file
 from shmstage.settings import BOUNDARIES, SWITCHES, TABLES, Resolved, Settings, resolve
 
 CHOICES: dict[str, Sequence[str]] = {
@@ -35,16 +35,26 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         elif key in CHOICES:
             parser.add_argument(flag, choices=CHOICES[key], help=text)
         else:
-            parser.add_argument(flag, metavar=key.upper().rsplit("_", 1)[-1], help=text)
+            parser.add_argument(flag, metavar=_metavar(key, str(field.annotation)), help=text)
     for key, (variable, text) in SWITCHES.items():
         flag = "--" + key.replace("_", "-")
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=f"{text} (${variable})")
 
 
+def _metavar(key: str, annotation: str) -> str:
+    if key.endswith("_s"):
+        return "SECONDS"
+    return {"int": "N", "Path": "PATH"}.get(next((n for n in ("int", "Path") if n in annotation), ""), "NAME")
+
+
 def resolve_args(args: argparse.Namespace) -> Resolved:
-    """Settings from parsed flags, the environment and ``--config``."""
+    """Settings from parsed flags, the environment and ``--config``; with ``--resume`` from OUT's first start, too."""
     flags = {key: getattr(args, key) for key in [*Settings.model_fields, *SWITCHES] if hasattr(args, key)}
-    return resolve(flags, os.environ, args.config)
+    resolved = resolve(flags, os.environ, args.config)
+    if not resolved.settings.resume or resolved.settings.out is None:
+        return resolved
+    before = run_file(resolved.settings.out)
+    return resolve(flags, os.environ, args.config, before=before, before_origin=f"{resolved.settings.out}/run.json")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,6 +87,7 @@ def run_with_progress(settings: Settings, *, as_json: bool = False) -> dict[str,
         summary = run(settings, progress)
     if not as_json:
         console.print(summary_table(summary))
+        console.print(f"written to {summary['out']}", highlight=False, soft_wrap=True)
     return summary
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from shmstage.errors import PeerLostError, ShmstageError, StoppedError
+from shmstage.errors import InputError, PeerLostError, ShmstageError, StoppedError, TrainerError
 from shmstage.events import read_failure, write_json
 from shmstage.launch.processes import Child
 from shmstage.launch.run_directory import claimed
@@ -114,6 +114,8 @@ def _watch(children: dict[str, Child], progress: Progress, stop: _Stop, settings
         ended = [code for code in codes if code is not None]
         if len(ended) == len(codes):
             return
+        if InputError.exit_code in ended:
+            return  # nothing was begun, so there is nothing that the other one could add
         if ended and deadline is None:
             deadline = time.monotonic() + (settings.stop_grace_s if ended == [0] else NOTICE_S)
         if deadline is not None and time.monotonic() > deadline:
@@ -129,7 +131,7 @@ def _failure(out: Path, children: dict[str, Child]) -> ShmstageError | None:
     told = {role: error for role in children if (error := read_failure(out, role)) is not None}
     for role in ("trainer", "orchestrator"):
         if role in told and not isinstance(told[role], PeerLostError):
-            return told[role]
+            return _with_log(told[role], out, role)
     for role, child in children.items():
         if child.exit_code():
             return told.get(role) or PeerLostError(f"the {role} (pid {child.pid}) {child.describe_end()}")
@@ -137,6 +139,15 @@ def _failure(out: Path, children: dict[str, Child]) -> ShmstageError | None:
         if child.exit_code() is None:
             return PeerLostError(f"the {role} (pid {child.pid}) did not end when the other one had; see {child.log}")
     return None
+
+
+def _with_log(error: ShmstageError, out: Path, role: str) -> ShmstageError:
+    """Add the log that says more, unless it is bad input (said in full) or a log is named already."""
+    if isinstance(error, InputError) or ".log" in str(error):
+        return error
+    # what a command raised in the trainer, the orchestrator only passes on
+    log = out / f"{'trainer' if isinstance(error, TrainerError) else role}.log"
+    return type(error)(f"{error}; see {log}")
 
 
 def _complete_summary(out: Path, settings: Settings, leaked: list[str], wall_s: float) -> dict[str, Any]:

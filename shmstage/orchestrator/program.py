@@ -64,6 +64,7 @@ class Program:
         self._stage_error: ShmstageError | None = None
         self._stage_wait_began: float | None = None
         self._feeder: Feeder | None = None
+        self._saved = config.first_step - 1
         self._quiet_since = time.monotonic()
         self._hands: dict[Kind, Callable[[Command], None]] = {
             Kind.FWD_BWD: self._forward,
@@ -115,8 +116,11 @@ class Program:
             self._quiet_since = time.monotonic()
         if self._stage_error is not None:
             raise self._stage_error
+        self._save_last()
         if self._schedule.state.stopping:
-            raise StoppedError(f"stopped by a signal after step {self._schedule.state.step - 1}")
+            raise StoppedError(
+                f"stopped by a signal; what was trained up to step {self._saved} is saved, --resume continues there"
+            )
 
     # --- commands -----------------------------------------------------------------------------------------
 
@@ -183,6 +187,13 @@ class Program:
 
     def _save_checkpoint(self, command: Command) -> None:
         self._expect(self._trainer.save_checkpoint(command.step, self._metadata(command.step)), command)
+
+    def _save_last(self) -> None:
+        """What was trained last is never thrown away, whatever ``checkpoint_every`` says."""
+        last = self._schedule.state.closed
+        if last > self._saved:
+            self._tickets[self._trainer.save_checkpoint(last, self._metadata(last))] = (Kind.SAVE_CHECKPOINT, last)
+            self._await_tickets(f"the checkpoint of step {last}, the last one trained,")
 
     def _metadata(self, step: int) -> dict[str, Any]:
         return {"step": step, "plan": self._plan}
@@ -253,6 +264,8 @@ class Program:
         kind, step = self._tickets.pop(event.ticket)
         if not event.ok:
             raise RunFailedError(event.error)  # names what failed, and of which step
+        if kind is Kind.SAVE_CHECKPOINT:
+            self._saved = max(self._saved, step)
         if kind is Kind.GET_METRICS:
             self._ledger.metrics(step, event.value)
             self._note_if_complete(step)

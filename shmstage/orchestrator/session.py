@@ -160,15 +160,19 @@ def _train(
         trainer.interrupt.armed = False
         _abandon(client)
         raise
+    summary = summarise(read_json_lines(settings.out_dir / "steps.jsonl"))
+    dropped, empty = intake.planner.dropped, intake.planner.skipped_empty
+    if dropped or empty:
+        summary["warnings"].append(f"not trained: {dropped} over-long and {empty} empty trajectories")
     return {
-        **summarise(read_json_lines(settings.out_dir / "steps.jsonl")),
+        **summary,
         "run": settings.run,
         "first_step": first_step,
         "initial_param_digest": initial_digest,
         "param_digest": final_digest,
         "microbatches_per_step": settings.microbatches_per_step,
-        "dropped_trajectories": intake.planner.dropped,
-        "empty_trajectories": intake.planner.skipped_empty,
+        "dropped_trajectories": dropped,
+        "empty_trajectories": empty,
         "compile_s": compile_s,
         "pool_nbytes": pool.nbytes,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -39,6 +40,8 @@ def summarise(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "boundary_idle_s": median_max(idle),
         "step_s": median_max(durations),
         **columns,
+        "payload_digests": columns["payload_digests"] if any(map(any, columns["payload_digests"])) else None,
+        "warnings": _warnings(columns),
         "trajectories": {
             "distinct": len({identity for _, identity in times}),
             "trained": times.total(),
@@ -46,6 +49,19 @@ def summarise(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
             "max_times": max(times.values(), default=0),
         },
     }
+
+
+def _warnings(columns: dict[str, list[Any]]) -> list[str]:
+    """What a person should look at although the run went through."""
+    odd = [k for k, loss in enumerate(columns["losses"], 1) if loss is not None and not math.isfinite(loss)]
+    empty = [k for k, denominator in enumerate(columns["denominators"], 1) if denominator == 0]
+    found = []
+    if odd:
+        found.append(f"the loss of {len(odd)} steps is not finite, the first is step {odd[0]}")
+    if empty:
+        text = f"the denominator of {len(empty)} steps is 0, nothing trains in them; the first is step {empty[0]}"
+        found.append(text)
+    return found
 
 
 def median_max(values: Sequence[float]) -> dict[str, float | None]:

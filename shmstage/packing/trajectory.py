@@ -88,6 +88,8 @@ class Trajectory:
             object.__setattr__(self, row.source, array)
             hasher.update(f"{row.source} {row.dtype} {array.shape};".encode())
             hasher.update(array.data)
+        if self.length and self.tokens.min() < 0:
+            self._refuse("tokens", "ids from 0", f"{self.tokens.min()}; it would index the embedding from its end")
         neither = (self.loss_mask != 0) & (self.loss_mask != 1)
         if neither.any():
             wrong = self.loss_mask[neither][0]

@@ -51,10 +51,13 @@ def expected_calls(
         if planned:
             calls.append("apply_deferred_update")
         calls.append(f"get_metrics {k}")
-        if checkpoint_every and k % checkpoint_every == 0:
+        saved = checkpoint_every > 0 and k % checkpoint_every == 0
+        if saved:
             calls.append(f"save_checkpoint {k}")
         if weight_sync:
             calls.append(f"prepare_weight_sync {k}")
+        if not more and not saved:
+            calls.append(f"save_checkpoint {k}")  # what was trained last is always saved, once the schedule is done
     return calls
 
 

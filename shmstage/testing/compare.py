@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shmstage.errors import RunFailedError
+from shmstage.errors import RunFailedError, SettingsError
 from shmstage.events import read_failure, read_json_lines
 from shmstage.launch.processes import Child
 from shmstage.launch.run_command import add_settings, resolve_args
 from shmstage.launch.run_directory import completed
 from shmstage.launch.single_host import run
-from shmstage.settings import BOUNDARIES, Boundary, Settings
+from shmstage.settings import BOUNDARIES, SWITCHES, Boundary, Settings
 from shmstage.testing.boundary_table import expected_calls, received_calls
 
 DEFAULT_STEPS = 6
@@ -44,7 +45,12 @@ def main(argv: Sequence[str]) -> int:
     add_settings(parser)
     parser.add_argument("--json", action="store_true", help="print the verdict as one JSON object on stdout")
     args = parser.parse_args(argv)
+    for name in ("resume", "boundary", *SWITCHES):
+        if getattr(args, name) is not None:
+            raise SettingsError(f"--{name.replace('_', '-')}: compare runs every mode from the start; leave it out")
     settings = resolve_args(args).settings
+    if settings.out is not None and settings.out.is_dir() and any(settings.out.iterdir()):
+        raise SettingsError(f"out = {settings.out} is not empty; compare starts anew: choose another --out")
     if settings.steps is None and settings.passes is None:
         settings = settings.model_copy(update={"steps": DEFAULT_STEPS})
     verdict = compare(completed(settings), say=_say)
@@ -74,6 +80,8 @@ def compare(settings: Settings, *, say: Any = lambda text: None) -> dict[str, An
         arm = _arm(base, mode).model_copy(update={"boundary": mode})
         modes[mode] = _result(arm, run(arm, _Quiet()))
     problems = [text for mode, result in modes.items() for text in problems_of(mode, result, reference, base)]
+    if not all(map(math.isfinite, (*reference["losses"], *reference["denominators"]))):
+        problems.append("reference: a loss or denominator is not finite; what is broken alike is not equal")
     if reference["param_digest"] == reference["initial_param_digest"]:
         problems.append("reference: the final parameters are the initial ones; nothing was trained")
     return {
@@ -102,7 +110,7 @@ def problems_of(
 ) -> list[str]:
     """Everything that is not as the contract wants it, in words; empty if all is well. Pure."""
     problems = [f"{mode}: {key} differ from the reference loop" for key in EQUAL if result[key] != reference[key]]
-    if not all(digest for step in result["payload_digests"] for digest in step):
+    if not all(digest for step in result["payload_digests"] or [[""]] for digest in step):
         problems.append(f"{mode}: payload digests are missing")
     steps = reference["steps"]
     problems += _call_problems(mode, result["trainer_calls"], reference["payload_digests"], settings)
@@ -163,17 +171,17 @@ def _print_table(verdict: dict[str, Any]) -> None:
         title=f"{verdict['steps']} steps of {verdict['microbatches_per_step']} micro-batches; medians of step time and "
         "boundary idle"
     )
-    for column in ("mode", "step", "idle", "max", "staged", "parameters", "equal"):
-        table.add_column(column)
+    for column in ("mode", "step", "idle", "idle, max", "staged", "parameters", "equal"):
+        table.add_column(column, no_wrap=True)
     for mode, result in verdict["modes"].items():
         bad = any(text.startswith(f"{mode}:") for text in verdict["problems"])
         idle = result["boundary_idle_s"]
         table.add_row(
             mode, _ms(result["step_s"]["median"]), _ms(idle["median"]), _ms(idle["max"]),
-            f"{result['staged_boundaries']} of {result['steps'] - 1}", result["param_digest"][:8],
+            f"{result['staged_boundaries']}/{result['steps'] - 1}", result["param_digest"][:8],
             "no" if bad else "yes",
         )  # fmt: skip
-    table.add_row("reference loop", "", "", "", "", verdict["reference"]["param_digest"][:8], "")
+    table.add_row("reference", "", "", "", "", verdict["reference"]["param_digest"][:8], "")
     console = PatientConsole(stderr=True)
     console.print(table)
     for text in verdict["problems"]:
@@ -182,4 +190,4 @@ def _print_table(verdict: dict[str, Any]) -> None:
 
 
 def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.2f} ms"
+    return "-" if seconds is None else f"{1e3 * seconds:.1f} ms"

@@ -54,7 +54,7 @@ def test_a_good_result_has_no_problems() -> None:
         ({"param_digest": "q"}, "param_digest differ"),
         ({"staged_boundaries": 0}, "0 staged boundaries, wanted 1"),
         ({"leaked_pools": 1}, "1 leaked"),
-        ({"trainer_calls": GOOD["trainer_calls"][:-1]}, "was nothing, wanted get_metrics 2"),
+        ({"trainer_calls": GOOD["trainer_calls"][:-1]}, "was nothing, wanted save_checkpoint 2"),
         (
             {"trainer_calls": [c.replace("apply_deferred_update", "update") for c in GOOD["trainer_calls"]]},
             "was update, wanted apply_deferred_update",

@@ -58,7 +58,8 @@ def test_a_step_without_a_loss_can_be_shown() -> None:
     summary: dict[str, Any] = {
         "run": "r", "steps": 1, "microbatches_per_step": 1, "mode": "serial", "staged_boundaries": 0,
         "boundary_idle_s": {"median": None, "max": None}, "step_s": {"median": None, "max": None}, "losses": [None],
-        "trajectories": {"distinct": 1, "trained": 1}, "param_digest": "d", "leaked_pools": 0, "out": "o",
+        "trajectories": {"distinct": 1, "trained": 1}, "param_digest": "d", "leaked_pools": 0,
+        "out": "o", "warnings": ["w"],
     }  # fmt: skip
     assert summary_table(summary).row_count == 10
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shmstage.errors import BudgetError, PeerLostError
+from shmstage.errors import BudgetError, EngineError, PeerLostError
 from shmstage.events import write_failure
 from shmstage.launch.single_host import _failure, _Stop, _watch
 from shmstage.settings import Settings
@@ -66,6 +66,11 @@ def test_the_child_that_died_is_named(
     error = failure(tmp_path, trainer, orchestrator)
     assert isinstance(error, PeerLostError)
     assert str(error).startswith(said)
+
+
+def test_an_error_names_the_log_that_says_more(tmp_path: Path) -> None:
+    write_failure(tmp_path, "orchestrator", EngineError("compile: KeyError: 'tokens'"))
+    assert str(failure(tmp_path, 0, 5)) == f"compile: KeyError: 'tokens'; see {tmp_path}/trainer.log"
 
 
 def test_a_childs_own_words_beat_its_peers_echo(tmp_path: Path) -> None:

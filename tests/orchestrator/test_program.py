@@ -74,7 +74,7 @@ class InstantTrainer:
             self._update()
             return {"updated": True, "snapshot_wait_s": 0.0}
         self.ticket += 1
-        self.pending.append(self._ticket_event(command))
+        self.pending.append(self._ticket_event(command, int(arguments.get("step", 0))))
         return {"ticket": self.ticket}
 
     def _forward(self, command: str, handle: Handle | None, defer: bool) -> dict[str, Any]:
@@ -112,9 +112,9 @@ class InstantTrainer:
         ok = self.bad_token != kind
         self.pending.append(TokenEvent(0, kind, handle.request_id, handle.step, handle.index, ok, "boom", stamps))
 
-    def _ticket_event(self, command: str) -> TicketEvent:
+    def _ticket_event(self, command: str, step: int) -> TicketEvent:
         value = {"loss": 0.5, "grad_norm": 1.0, "denominator": 8.0} if command == "get_metrics" else {}
-        return TicketEvent(0, self.ticket, command, self.step, self.bad_ticket != command, value, "disk full", {})
+        return TicketEvent(0, self.ticket, command, step, self.bad_ticket != command, value, "disk full", {})
 
 
 class ImmediateFeeder:
@@ -288,7 +288,7 @@ def test_a_step_line_that_cannot_be_written_never_ends_a_step(capsys: pytest.Cap
     program._write_step = refuse
     run(program, feeder)
     assert "step line 1 was not written: disk full" in capsys.readouterr().out
-    assert received_calls(trainer.received)[-1] == "get_metrics 4"
+    assert received_calls(trainer.received)[-2:] == ["get_metrics 4", "save_checkpoint 4"]
 
 
 def test_an_update_the_trainer_ran_against_the_plan_is_noticed() -> None:
@@ -310,9 +310,9 @@ def test_a_stop_while_an_update_is_deferred_applies_it_first() -> None:
     trainer = InstantTrainer()
     deferred = lambda: any(r.get("defer_update") for r in trainer.received)  # noqa: E731
     program, feeder, lines = make("staged_before_update", trainer, stop=deferred)
-    with pytest.raises(StoppedError, match="after step 1"):
+    with pytest.raises(StoppedError, match="up to step 1 is saved"):
         run(program, feeder)
-    assert [r["command"] for r in trainer.received][-2:] == ["apply_deferred_update", "get_metrics"]
+    assert [r["command"] for r in trainer.received][-3:] == ["apply_deferred_update", "get_metrics", "save_checkpoint"]
     assert [line["step"] for line in lines] == [1]
 
 

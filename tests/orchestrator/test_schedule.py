@@ -41,7 +41,8 @@ def test_commands_match_the_contracts_table(
         checkpoint_every=every,
         weight_sync=sync,
     )
-    assert trainer_calls(log) == wanted[2 if sync else 1 :]
+    saved_by_the_program = not every or steps % every != 0
+    assert trainer_calls(log) == wanted[2 if sync else 1 : -1 if saved_by_the_program else None]
     assert [call for call in log if call.startswith("bookkeep")] == [f"bookkeep {k + 1}" for k in range(steps)]
 
 

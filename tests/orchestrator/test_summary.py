@@ -31,3 +31,17 @@ def test_a_trajectory_trained_twice_in_one_pass_shows() -> None:
 
 def test_no_lines_is_no_crash() -> None:
     assert summarise([])["boundary_idle_s"] == {"median": None, "max": None}
+
+
+def test_what_a_person_should_look_at_is_a_warning() -> None:
+    got = summarise([line(1), line(2, loss=float("nan")), line(3, denominator=0.0)])
+    assert got["warnings"] == [
+        "the loss of 1 steps is not finite, the first is step 2",
+        "the denominator of 1 steps is 0, nothing trains in them; the first is step 3",
+    ]
+    assert summarise([line(1)])["warnings"] == []
+
+
+def test_payload_digests_that_nobody_took_are_none() -> None:
+    assert summarise([line(1)])["payload_digests"] is None
+    assert summarise([line(1, payload_digests=["a"])])["payload_digests"] == [["a"]]

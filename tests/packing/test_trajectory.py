@@ -143,12 +143,17 @@ def test_the_digest_covers_every_array_and_no_id() -> None:
     seen = {plain.digest}
     for field in ("tokens", "loss_mask", "advantages", "old_logprobs"):
         changed = getattr(plain, field).copy()
-        changed[2] = 1 - changed[2]
+        changed[2] = abs(1 - changed[2])
         seen.add(make_trajectory(5, **{field: changed}).digest)
     # the same values under another name are other data
     seen.add(make_trajectory(5, returns=plain.advantages).digest)
     seen.add(make_trajectory(5, old_values=plain.advantages).digest)
     assert len(seen) == 7
+
+
+def test_a_negative_token_is_refused_before_it_indexes_an_embedding_from_its_end() -> None:
+    with pytest.raises(TrajectoryError, match="tokens wants ids from 0, got -1"):
+        make_trajectory(3, tokens=np.array([4, -1, 2], np.int32))
 
 
 @pytest.mark.parametrize("experts", [128, 256, 384, 512])
