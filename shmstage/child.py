@@ -22,11 +22,13 @@ class Lifeline:
     """``stop_requested`` turns true on SIGINT, SIGTERM or, with ``watch_stdin``, at the end of standard input.
 
     The launcher keeps the writing end of each child's standard input and never writes: the kernel closes it however
-    the launcher ends, so a child outlives it by no more than one poll.
+    the launcher ends, so a child outlives it by no more than one poll, or, if it hangs in somebody's plug-in, by twice
+    ``grace_s``: then it is ended the hard way, for nobody else is left to do it.
     """
 
-    def __init__(self, *, watch_stdin: bool) -> None:
+    def __init__(self, *, watch_stdin: bool, grace_s: float = 20.0) -> None:
         self._stop = threading.Event()
+        self._grace_s = grace_s
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         if watch_stdin:
@@ -46,6 +48,10 @@ class Lifeline:
         while os.read(0, 4096):
             pass
         self._stop.set()
+        # twice: the launcher, should it live, waits once before it kills
+        threading.Event().wait(2 * self._grace_s)
+        print("the launcher is gone and this process did not stop in time: ended the hard way", flush=True)
+        os._exit(130)
 
     def _exit_when_stopped(self) -> None:
         self._stop.wait()
@@ -63,13 +69,13 @@ def run_child(role: str, serve: Callable[[Settings, Lifeline, int], None]) -> in
     parser.add_argument("--lifeline", action="store_true", help="stop at the end of standard input")
     args = parser.parse_args()
     settings = Settings.model_validate_json(args.settings)
-    lifeline = Lifeline(watch_stdin=args.lifeline)
+    lifeline = Lifeline(watch_stdin=args.lifeline, grace_s=settings.stop_grace_s)
     try:
         serve(settings, lifeline, args.epoch)
         return 0
     except ShmstageError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return write_failure(settings.out_dir, role, error)
-    except Exception as error:
+    except BaseException as error:  # a plug-in may raise anything, SystemExit too
         traceback.print_exc()
         return write_failure(settings.out_dir, role, error)

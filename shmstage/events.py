@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -31,7 +32,8 @@ class JsonLines:
         except (OSError, ValueError, TypeError) as error:
             self.failures += 1
             if self.failures == 1:
-                print(f"shmstage: {self.path}: record lost ({error}); the run goes on", file=sys.stderr)
+                with contextlib.suppress(OSError):  # the log may lie on the same full disk
+                    print(f"shmstage: {self.path}: record lost ({error}); the run goes on", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         self._file.close()

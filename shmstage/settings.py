@@ -21,15 +21,17 @@ Boundary = Literal["serial", "pipelined", "staged_after_update", "staged_before_
 BOUNDARIES: tuple[Boundary, ...] = ("serial", "pipelined", "staged_after_update", "staged_before_update")
 
 DEFAULT_STEPS = 12
+#: longest deadline, 30 days in seconds
+MAX_WAIT_S = 30 * 86400.0
 LEVELS = ("default", "file", "environment", "flag")
 
 
 class Settings(BaseModel):
     """What a run is told. Frozen; unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    run: str = Field("", max_length=64, description="run id; empty: made from the time")
+    run: str = Field("", max_length=64, pattern=r"^[\w.-]*$", description="run id; empty: made from the time")
     out: Path | None = Field(None, description="output directory; unset: runs/<run>")
     bundle: Path | None = Field(None, description="directory of a bundle to train; unset: the demo bundle")
     source: str = Field("", description="where trajectories come from, as module:factory; settings in [source]")
@@ -57,12 +59,15 @@ class Settings(BaseModel):
     resume: bool = Field(False, description="continue from the newest checkpoint in OUT")
 
     stage_wait_s: float | None = Field(
-        None, gt=0, description="how long a planned stage waits for its micro-batch; unset: while the device computes"
+        None,
+        gt=0,
+        le=MAX_WAIT_S,
+        description="how long a planned stage waits for its micro-batch; unset: while the device computes",
     )
-    start_timeout_s: float = Field(120.0, gt=0, description="deadline for the trainer to come up")
-    call_timeout_s: float = Field(600.0, gt=0, description="deadline for one trainer command")
-    slot_timeout_s: float = Field(600.0, gt=0, description="deadline for a free slot")
-    stop_grace_s: float = Field(20.0, gt=0, description="how long children may take to stop")
+    start_timeout_s: float = Field(120.0, gt=0, le=MAX_WAIT_S, description="deadline for the trainer to come up")
+    call_timeout_s: float = Field(600.0, gt=0, le=MAX_WAIT_S, description="deadline for one trainer command")
+    slot_timeout_s: float = Field(600.0, gt=0, le=MAX_WAIT_S, description="deadline for a free slot")
+    stop_grace_s: float = Field(20.0, gt=0, le=MAX_WAIT_S, description="how long children may take to stop")
 
     @property
     def step_cap(self) -> int | None:
@@ -154,7 +159,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raw = tomllib.loads(file.read_text())
     except OSError as error:
         raise SettingsError(f"settings file {file}: {error.strerror}; check the path") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, numbers or nesting beyond any use
         raise SettingsError(f"settings file {file} is not valid TOML: {error}") from None
     for table, key in TABLES.items():
         if table in raw:

@@ -55,11 +55,11 @@ class Child:
     def end(self, grace_s: float) -> None:
         """Interrupt, wait ``grace_s``, then kill; returns when it is gone and reaped."""
         self.interrupt()
+        if self._process.stdin is not None:
+            self._process.stdin.close()  # says the same to a child whose imports swallowed the signal
         if self.wait(grace_s) is None:
             self._process.kill()
             self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
 
     def describe_end(self) -> str:
         """How it ended, in words."""

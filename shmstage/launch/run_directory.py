@@ -21,7 +21,7 @@ from shmstage.settings import Settings
 #: named by string: the launcher starts the demo without importing it
 DEMO_ENGINE = "shmstage.demo.engine:make_engine"
 DEMO_SOURCE = "shmstage.demo.source:make_source"
-STALE_ON_FRESH_START = ("steps.jsonl", "summary.json", "trainer_calls.jsonl", "orchestrator.log", "trainer.log")
+STALE_ON_FRESH_START = ("steps.jsonl", "trainer_calls.jsonl", "orchestrator.log", "trainer.log")
 
 
 def completed(settings: Settings) -> Settings:
@@ -108,6 +108,7 @@ def _prepare(settings: Settings, out: Path) -> None:
         raise SettingsError(f"--resume: out = {out} holds no checkpoint; start without --resume")
     for role in ("orchestrator", "trainer"):
         failure_path(out, role).unlink(missing_ok=True)
+    (out / "summary.json").unlink(missing_ok=True)  # of the run before: this one has to earn its own
     if not settings.resume:
         for name in STALE_ON_FRESH_START:
             (out / name).unlink(missing_ok=True)

@@ -12,14 +12,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from shmstage.errors import InputError, PeerLostError, ShmstageError, StoppedError, TrainerError
+from shmstage.errors import (
+    InputError,
+    PeerLostError,
+    RunFailedError,
+    ShmstageError,
+    StoppedError,
+    TrainerError,
+)
 from shmstage.events import read_failure, write_json
 from shmstage.launch.processes import Child
 from shmstage.launch.run_directory import claimed
 from shmstage.memory.names import list_objects
 from shmstage.memory.sweep import sweep
 from shmstage.settings import Settings
-from shmstage.transport.endpoint_lock import clear_stale_endpoints
+from shmstage.transport.endpoint_lock import EndpointLock, clear_stale_endpoints
 from shmstage.transport.endpoints import endpoint_for, socket_path
 
 POLL_S = 0.1
@@ -40,7 +47,7 @@ def run(settings: Settings, progress: Progress) -> dict[str, Any]:
     Raises what ended the run: ``SettingsError``, ``BudgetError`` and the like for bad input, ``RunFailedError``,
     ``PeerLostError``, ``StoppedError``. No child and no pool outlives the call.
     """
-    with claimed(settings) as out, _stop_signals() as stop:
+    with claimed(settings) as out, _only_one(settings.run), _stop_signals() as stop:
         began = time.monotonic()
         children: dict[str, Child] = {}
         try:
@@ -64,6 +71,16 @@ def run(settings: Settings, progress: Progress) -> dict[str, Any]:
         if failure is not None:
             raise failure
         return _complete_summary(out, settings, leaked, time.monotonic() - began)
+
+
+@contextmanager
+def _only_one(run_id: str) -> Iterator[None]:
+    """A run id names sockets and pools: two living runs of the same id would talk to each other's processes."""
+    lock = EndpointLock(socket_path(endpoint_for(run_id, "launcher")))
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class _Stop:
@@ -152,6 +169,8 @@ def _with_log(error: ShmstageError, out: Path, role: str) -> ShmstageError:
 
 def _complete_summary(out: Path, settings: Settings, leaked: list[str], wall_s: float) -> dict[str, Any]:
     path = out / "summary.json"
+    if not path.exists():
+        raise RunFailedError(f"the orchestrator ended without a summary; see {out}/orchestrator.log")
     summary: dict[str, Any] = json.loads(path.read_text())
     summary.update(leaked_pools=len(leaked), leaked=leaked, wall_s=round(wall_s, 3), out=str(out))
     write_json(path, summary)

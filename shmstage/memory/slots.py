@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, final
@@ -9,7 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from shmstage import _native
-from shmstage.errors import InputError, SlotStateError
+from shmstage.errors import ForkedError, InputError, SlotStateError
 from shmstage.memory.handle import NO_DIGEST, Handle
 from shmstage.memory.layout import Layout
 
@@ -19,7 +20,7 @@ class WritableSlot:
     """A claimed slot: fill ``views``, then ``publish``. As a context manager it abandons what is not published."""
 
     __slots__ = (
-        *("__weakref__", "_all_consumers", "_generation", "_headers", "_on_done", "_views"),
+        *("__weakref__", "_all_consumers", "_generation", "_headers", "_on_done", "_pid", "_views"),
         *("index", "layout"),
     )
 
@@ -40,6 +41,7 @@ class WritableSlot:
         self._views: dict[str, np.ndarray[Any, Any]] | None = views
         self._all_consumers = all_consumers
         self._on_done = on_done
+        self._pid = os.getpid()
 
     @property
     def views(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -62,9 +64,12 @@ class WritableSlot:
     ) -> Handle:
         """Makes the content visible to the consumers in the bit mask (all of them if ``None``).
 
-        The views turn read-only. Raises ``SlotStateError`` when called twice, ``InputError`` for numbers that no
+        The views turn read-only; slices and reshapes taken from them earlier do not, and must not be written any more.
+        Raises ``SlotStateError`` when called twice, ``InputError`` for numbers that no
         header can hold.
         """
+        if os.getpid() != self._pid:
+            raise ForkedError(f"slot {self.index} belongs to process {self._pid}; a forked child must not publish it")
         views = self.views
         mask = self._all_consumers if consumers is None else consumers
         if mask & ~self._all_consumers:
@@ -89,7 +94,7 @@ class WritableSlot:
 
     def abandon(self) -> None:
         """Gives the slot back unpublished, at the next even generation, which no handle names. Idempotent."""
-        if self._views is not None:
+        if self._views is not None and os.getpid() == self._pid:  # in a forked child it stays the parent's
             self._headers.discard(self.index, self._generation)
             for view in self._views.values():
                 view.setflags(write=False)

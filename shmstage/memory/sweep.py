@@ -42,7 +42,8 @@ def sweep(run_id: str | None = None, *, dry_run: bool = False) -> list[SweptObje
 def _sweep_one(name: str, dry_run: bool) -> SweptObject | None:
     path = os.path.join(SHM_DIR, name)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # not blocking: somebody may have put a fifo there
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:  # gone already, a link, or another user's: never our business, never fatal
         return None
     try:

@@ -186,7 +186,7 @@ def _read(file: Path, limit: int) -> bytes:
             size = os.fstat(descriptor).st_size
             if size > limit:
                 raise BundleError(f"{file} has {size} bytes, at most {limit} were expected; make the bundle anew")
-            return opened.read(limit + 1)
+            return opened.read(size + 1)
     except OSError as error:
         raise BundleError(f"{file} cannot be read: {error.strerror}; copy the bundle again") from None
 

@@ -48,7 +48,7 @@ def _as_failed(event: Event, why: str) -> Event:
     return replace(event, ok=False, error=text)
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """The error in one line; ours carry their text, foreign ones their class as well."""
     text = " ".join(str(error).split())
     if not text or not isinstance(error, ShmstageError):

@@ -116,7 +116,7 @@ class Snapshots:
         assert ticket.copy is not None
         try:
             value = ticket.copy()
-        except Exception as error:
+        except BaseException as error:  # SystemExit, too: it would end the thread without a word
             self._resolve(ticket, {}, error)
             return
         finally:
@@ -132,13 +132,13 @@ class Snapshots:
             assert ticket.write is not None
             try:
                 value, error = ticket.write(), None
-            except Exception as raised:
+            except BaseException as raised:
                 value, error = {}, raised
             ticket.write = None
             self._resolve(ticket, value, error)
             del ticket
 
-    def _resolve(self, ticket: _Ticket, value: Mapping[str, Any], error: Exception | None) -> None:
+    def _resolve(self, ticket: _Ticket, value: Mapping[str, Any], error: BaseException | None) -> None:
         told: dict[str, Any] = {}
         try:
             told = python_numbers(dict(value))

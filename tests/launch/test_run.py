@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -73,6 +74,7 @@ def test_a_resumed_run_ends_where_an_undisturbed_one_does(tmp_path: Path) -> Non
     code, _, err = finish(start("run", "--steps", "5", *common, "--out", "parts", cwd=tmp_path))
     assert code == 2
     assert "add --resume" in err
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "3")  # as if it had been killed after step 3
     parts = run_json("run", "--steps", "5", *common, "--resume", "--out", "parts", cwd=tmp_path)
     for key in ("param_digest", "digests", "denominators", "losses", "steps"):
         assert parts[key] == whole[key], key
@@ -112,6 +114,11 @@ def test_children_of_a_killed_launcher_stop_by_themselves(tmp_path: Path) -> Non
     process.kill()
     finish(process)
     wait_until_gone(who["orchestrator"], who["trainer"])
+    calls = [json.loads(line) for line in (tmp_path / "out" / "trainer_calls.jsonl").read_text().splitlines()]
+    assert calls[-1]["command"] == "shutdown"  # they stopped as on Ctrl-C, a deferred update was applied
+    deferred = sum(bool(call.get("defer_update")) for call in calls)
+    assert sum(call["command"] == "apply_deferred_update" for call in calls) == deferred
+    assert finish(start("gc", cwd=tmp_path))[0] == 0  # the launcher's own lock
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -123,6 +130,24 @@ def test_a_signal_stops_everything_in_good_order(number: signal.Signals, tmp_pat
     code, _, err = finish(process)
     assert code == 130, err
     assert not any(is_running(pid) for pid in who.values())
+
+
+def test_a_second_run_of_the_same_id_is_refused_and_the_first_is_unharmed(tmp_path: Path) -> None:
+    first = start("run", "--run", "same", "--steps", "4", "--out", "one", "--json", cwd=tmp_path)
+    wait_for_step(first, 1)
+    code, _, err = finish(start("run", "--run", "same", "--out", "two", cwd=tmp_path))
+    assert code == 2
+    assert "EndpointBusyError" in err
+    assert "choose another run id" in err
+    assert finish(first)[0] == 0
+
+
+def test_a_plugin_that_exits_is_a_failed_run_not_a_success(tmp_path: Path) -> None:
+    (tmp_path / "leaving.py").write_text("import sys\ndef make(settings): sys.exit(0)\n")
+    code, out, err = finish(start("run", "--source", "leaving:make", "--out", "out", "--json", cwd=tmp_path))
+    assert (code, out) == (5, "")
+    assert "RunFailedError: SystemExit: 0; traceback in" in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pool_making import LAYOUT, RUN, Ends
 
 from shmstage.errors import (
+    ForkedError,
     InputError,
     LayoutError,
     ProtocolError,
@@ -337,3 +338,15 @@ def test_any_sequence_of_acts_keeps_generations_going_forward(acts: list[str]) -
     reader.close()
     pool.close()
     identity.close()
+
+
+def test_a_forked_child_neither_publishes_nor_abandons_its_parents_slot(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = ends.pool.acquire(LAYOUT, timeout_s=1)
+    with monkeypatch.context() as in_child:
+        in_child.setattr("shmstage.memory.slots.os.getpid", lambda: 1)
+        with pytest.raises(ForkedError, match="a forked child must not publish it"):
+            slot.publish()
+        slot.abandon()
+    assert slot.publish().generation == 2

@@ -106,3 +106,13 @@ def test_a_pool_that_outlived_its_identity_in_another_life_is_swept(
     identity.close()
     assert [one.name for one in sweep(RUN)] == [pool.name[1:]]
     pool.close()
+
+
+def test_a_fifo_with_our_name_does_not_hang_the_sweep() -> None:
+    name = new_name(RUN)
+    path = os.path.join(SHM_DIR, name)
+    os.mkfifo(path)
+    try:
+        assert name not in [item.name for item in sweep(RUN)]
+    finally:
+        os.unlink(path)
