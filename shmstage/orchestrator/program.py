@@ -189,9 +189,12 @@ class Program:
         self._expect(self._trainer.save_checkpoint(command.step, self._metadata(command.step)), command)
 
     def _save_last(self) -> None:
-        """What was trained last is never thrown away, whatever ``checkpoint_every`` says."""
+        """The last step is saved whatever ``checkpoint_every`` says, unless a stop came when the next had begun.
+
+        The trainer refuses snapshots inside a step; then the newest checkpoint is where a resume goes on.
+        """
         last = self._schedule.state.closed
-        if last > self._saved:
+        if last > self._saved and self._schedule.state.sent == 0:
             self._tickets[self._trainer.save_checkpoint(last, self._metadata(last))] = (Kind.SAVE_CHECKPOINT, last)
             self._await_tickets(f"the checkpoint of step {last}, the last one trained,")
 

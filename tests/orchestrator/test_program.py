@@ -317,6 +317,19 @@ def test_a_stop_while_an_update_is_deferred_applies_it_first() -> None:
 
 
 @pytest.mark.parametrize("mode", BOUNDARIES)
+def test_a_stop_inside_a_step_asks_for_no_checkpoint_that_the_trainer_would_refuse(mode: Boundary) -> None:
+    trainer = InstantTrainer()
+
+    def inside_step_2() -> bool:
+        return any(r["command"].startswith("fwd_bwd") and (r["step"], r["index"]) == (2, 0) for r in trainer.received)
+
+    program, feeder, _ = make(mode, trainer, stop=inside_step_2)
+    with pytest.raises(StoppedError, match="up to step 0 is saved"):
+        run(program, feeder)
+    assert "save_checkpoint" not in [r["command"] for r in trainer.received]
+
+
+@pytest.mark.parametrize("mode", BOUNDARIES)
 def test_input_that_ends_inside_a_step_still_gives_a_complete_last_line(mode: Boundary) -> None:
     trainer = InstantTrainer()
     program, feeder, lines = make(mode, trainer, steps=None, count=7)
