@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: run venv test test-fast lint bench clean
+.PHONY: run venv test test-fast lint mutants bench clean
 
 # `make` alone does the main job: train the demo with staging on.
 run: venv
@@ -28,6 +28,10 @@ test-fast: venv
 lint: venv
 	$(BIN)/ruff check shmstage tests bench examples setup.py
 	$(BIN)/mypy
+
+# deliberate faults in a copy of the sources; every one must be noticed by the tests it names
+mutants: venv
+	$(BIN)/python tests/mutants/run.py --jobs $(JOBS)
 
 bench: venv
 	$(BIN)/python bench/boundary_modes.py

@@ -32,6 +32,11 @@ inline Word load_ordered(const Word& word) {
 }
 
 template <typename Word>
+inline void store_ordered(Word& word, Word value) {
+    __atomic_store_n(&word, value, __ATOMIC_SEQ_CST);
+}
+
+template <typename Word>
 inline Word add_ordered(Word& word, Word value) {
     return __atomic_fetch_add(&word, value, __ATOMIC_SEQ_CST);
 }

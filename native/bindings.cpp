@@ -14,6 +14,7 @@
 
 #include "atomics.h"
 #include "bytes.h"
+#include "cells.h"
 #include "fill.h"
 #include "slot_header.h"
 #include "slots.h"
@@ -164,6 +165,27 @@ class Headers {
 
     std::uint32_t waiter_count() const { return shmstage::load_ordered(pool().waiter_count); }
 
+    std::uint64_t latest() const { return shmstage::latest(checked()); }
+    void set_latest(std::uint64_t word) const { shmstage::set_latest(checked(), word); }
+
+    std::int32_t claim_cell(std::uint64_t identity) const {
+        if (identity == 0) throw py::value_error("identity 0 stands for nobody");
+        return shmstage::claim_cell(checked(), identity);
+    }
+
+    bool release_cell(std::uint32_t cell, std::uint64_t identity) const {
+        return shmstage::release_cell(checked(), checked_cell(cell), identity);
+    }
+
+    std::uint64_t take_latest(std::uint32_t cell) const { return shmstage::take_latest(checked(), checked_cell(cell)); }
+    void put_back(std::uint32_t cell) const { shmstage::put_back(checked(), checked_cell(cell)); }
+
+    /// (identity, word)
+    py::tuple cell(std::uint32_t index) const {
+        const shmstage::Cell found = shmstage::cell(checked(), checked_cell(index));
+        return py::make_tuple(found.identity, found.word);
+    }
+
     std::uint64_t generation(std::uint32_t slot) const {
         return shmstage::load_acquire(checked().slots[checked_slot(slot)].generation);
     }
@@ -207,6 +229,11 @@ class Headers {
         return consumer;
     }
 
+    static std::uint32_t checked_cell(std::uint32_t cell) {
+        if (cell >= shmstage::kMaxConsumers) throw py::index_error("cell out of range");
+        return cell;
+    }
+
     std::uint32_t& late_word(std::uint32_t slot, std::uint32_t field) const {
         if (field >= shmstage::kMaxLateFields) throw py::index_error("late field out of range");
         return checked().slots[checked_slot(slot)].late_versions[field];
@@ -247,6 +274,13 @@ void bind_memory(py::module_& module) {
         .def("is_free", &Headers::is_free)
         .def("wake_all", &Headers::wake_all)
         .def("waiter_count", &Headers::waiter_count)
+        .def("latest", &Headers::latest)
+        .def("set_latest", &Headers::set_latest)
+        .def("claim_cell", &Headers::claim_cell)
+        .def("release_cell", &Headers::release_cell)
+        .def("take_latest", &Headers::take_latest)
+        .def("put_back", &Headers::put_back)
+        .def("cell", &Headers::cell)
         .def("generation", &Headers::generation)
         .def("slot_state", &Headers::slot_state)
         .def("late_version", &Headers::late_version)

@@ -44,6 +44,9 @@ inline constexpr std::size_t kPageNbytes = 4096;
 //      384   128  lock_path, NUL padded        owner, before anything that takes long
 //      512   256  last_error, NUL padded       owner
 //      768    96  consumer_pids[24]            the consumer that attached
+//      896     8  latest                       owner; the newest publication for readers' cells, 0 = none: cells.h
+//      960   192  cell_owners[24]              who claims a free cell (0); cleared by it, or by the owner once it is dead
+//     1152   192  cell_words[24]               the cell's owner: the publication it reads, 0 = none
 struct PoolHeader {
     char magic[8];
     std::uint32_t abi_version;
@@ -69,7 +72,12 @@ struct PoolHeader {
     char lock_path[128];
     char last_error[256];
     std::uint32_t consumer_pids[kMaxConsumers];
-    char pad3[kPageNbytes - 864];
+    char pad3[32];
+    std::uint64_t latest;
+    char pad4[56];
+    std::uint64_t cell_owners[kMaxConsumers];
+    std::uint64_t cell_words[kMaxConsumers];
+    char pad5[kPageNbytes - 1344];
 };
 
 static_assert(offsetof(PoolHeader, magic) == 0);
@@ -93,6 +101,9 @@ static_assert(offsetof(PoolHeader, run_id) == 256);
 static_assert(offsetof(PoolHeader, lock_path) == 384);
 static_assert(offsetof(PoolHeader, last_error) == 512);
 static_assert(offsetof(PoolHeader, consumer_pids) == 768);
+static_assert(offsetof(PoolHeader, latest) == 896);
+static_assert(offsetof(PoolHeader, cell_owners) == 960);
+static_assert(offsetof(PoolHeader, cell_words) == 1152);
 static_assert(sizeof(PoolHeader) == kPageNbytes);
 
 enum Counter : std::size_t { kPublished, kEndedLeases, kWithdrawn, kAbandoned, kWaits, kWaitedNs };

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shmstage.trainer.optax_engine import OptaxEngine
     from shmstage.transport.consumer import Consumer
     from shmstage.transport.producer import Producer
+    from shmstage.transport.weights_reader import WeightsReader
 
 _PUBLIC = {
     "Consumer": "shmstage.transport.consumer",
@@ -30,6 +31,7 @@ _PUBLIC = {
     "Source": "shmstage.packing.source",
     "TrainEngine": "shmstage.trainer.engine",
     "Trajectory": "shmstage.packing.trajectory",
+    "WeightsReader": "shmstage.transport.weights_reader",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Source",
     "TrainEngine",
     "Trajectory",
+    "WeightsReader",
 ]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import final
 
@@ -64,11 +66,13 @@ def run_child(role: str, serve: Callable[[Settings, Lifeline, int], None]) -> in
     An error is one line (a traceback only if it is none of ours) in the log and a record in OUT for the launcher.
     """
     parser = argparse.ArgumentParser(prog=f"python -m shmstage.{role}")
-    parser.add_argument("--settings", required=True, help="the settings as JSON")
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--settings", help="the settings as JSON, at most 128 kB: the kernel's limit for one argument")
+    given.add_argument("--settings-file", type=Path, metavar="FILE", help="a run.json; its settings are taken")
     parser.add_argument("--epoch", type=int, default=1, help="incarnation of the orchestrator")
     parser.add_argument("--lifeline", action="store_true", help="stop at the end of standard input")
     args = parser.parse_args()
-    settings = Settings.model_validate_json(args.settings)
+    settings = _settings(args)
     lifeline = Lifeline(watch_stdin=args.lifeline, grace_s=settings.stop_grace_s)
     try:
         serve(settings, lifeline, args.epoch)
@@ -79,3 +83,9 @@ def run_child(role: str, serve: Callable[[Settings, Lifeline, int], None]) -> in
     except BaseException as error:  # a plug-in may raise anything, SystemExit too
         traceback.print_exc()
         return write_failure(settings.out_dir, role, error)
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    if args.settings is not None:
+        return Settings.model_validate_json(args.settings)
+    return Settings.model_validate(json.loads(args.settings_file.read_text())["settings"])

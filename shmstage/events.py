@@ -10,19 +10,21 @@ import time
 from pathlib import Path
 from typing import Any, final
 
-from shmstage.errors import RunFailedError, ShmstageError, by_name
+from shmstage.errors import RunFailedError, SettingsError, ShmstageError, by_name
 
 
 @final
 class JsonLines:
-    """Append-only JSON lines, flushed per record so that a killed process leaves whole lines.
+    """Append-only JSON lines, flushed per record: a killed process leaves whole lines and perhaps a torn last one.
 
-    ``write`` never raises: the first failure is said once on stderr, later ones are counted in ``failures``.
+    That one is cut off before anything is added. ``write`` never raises: the first failure is said once on stderr,
+    later ones are counted in ``failures``.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.failures = 0
+        _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
@@ -39,20 +41,55 @@ class JsonLines:
         self._file.close()
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace ``path`` in one piece; a reader sees the old file or the new one."""
+def _cut_torn_line(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        keep = size
+        while keep > 0:
+            begin = max(0, keep - 65536)
+            file.seek(begin)
+            newline = file.read(keep - begin).rfind(b"\n")
+            keep = begin + newline + 1 if newline >= 0 else begin
+            if newline >= 0:
+                break
+        if keep < size:
+            file.truncate(keep)
+
+
+def write_json(path: Path, value: dict[str, Any], *, mode: int = 0o666) -> None:
+    """Replace ``path`` in one piece; a reader sees the old file or the new one. ``mode`` is subject to the umask."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    partial.unlink(missing_ok=True)  # of a process that was killed while it wrote, and had the same pid
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
     partial.replace(path)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a JSON-lines file; a torn last line (the writer was killed) is left out."""
-    records = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):
-                records.append(json.loads(line))
+    """All whole records of a JSON-lines file; a torn last line (the writer was killed) is left out.
+
+    Raises ``SettingsError`` naming the line if the file holds anything else.
+    """
+    records: list[dict[str, Any]] = []
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return records
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}; remove it or choose another --out") from None
+    for number, line in enumerate(raw.splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise SettingsError(
+                f"{path} line {number} is no JSON record: {line[:40]!r}; restore the file or choose another --out"
+            )
+        records.append(record)
     return records
 
 

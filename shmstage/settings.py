@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shmstage.errors import SettingsError
 
 Boundary = Literal["serial", "pipelined", "staged_after_update", "staged_before_update"]
 BOUNDARIES: tuple[Boundary, ...] = ("serial", "pipelined", "staged_after_update", "staged_before_update")
+
+WeightSync = Literal["off", "async", "sync"]
 
 DEFAULT_STEPS = 12
 #: longest deadline, 30 days in seconds
@@ -38,6 +40,8 @@ class Settings(BaseModel):
     engine: str = Field("", description="what trains, as module:factory; settings in [engine]")
     source_settings: dict[str, Any] = Field(default_factory=dict)
     engine_settings: dict[str, Any] = Field(default_factory=dict)
+    hooks: str = Field("", description="who hears of checkpoints and steps, as module:factory; settings in [hooks]")
+    hooks_settings: dict[str, Any] = Field(default_factory=dict)
 
     boundary: Boundary = Field("serial", description="order of the commands at a step boundary")
     rows: int = Field(4, ge=1, le=1 << 20, description="rows of a micro-batch")
@@ -49,12 +53,27 @@ class Settings(BaseModel):
     segment_align: int = Field(1, ge=1, description="a segment starts at a multiple of this many tokens")
     max_real_tokens: int = Field(0, ge=0, description="most real tokens in a micro-batch; 0: no limit")
     on_overlong: Literal["error", "drop"] = Field("error", description="trajectory longer than a row")
+    order: Literal["arrival", "prompt_batch"] = Field("arrival", description="order in which groups are trained")
+    max_held_bytes: int = Field(0, ge=0, description="most bytes of trajectories held; 0: no limit")
 
     slots: int = Field(3, ge=2, le=4096, description="places for micro-batches in the pool")
     aux_slots: int = Field(1, ge=0, le=4096, description="places for evaluation and scoring, never for training")
     device_buffers: int = Field(2, ge=2, le=64, description="micro-batches held on the device side")
     checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: only the one before step 1")
-    weight_sync: Literal["off", "async"] = Field("off", description="publish weights after every update")
+    weight_sync: WeightSync = Field(
+        "off", description="publish weights after every update; sync: the next step waits for it"
+    )
+    recompute_old_logps: bool = Field(False, description="score each micro-batch under the weights it is trained with")
+    sampler_is_cap: float = Field(
+        2.0, ge=1, description="cap of the importance weights that recompute_old_logps gives the sampler's tokens"
+    )
+    reference_logps: bool = Field(False, description="score each micro-batch under the reference policy")
+    eval_bundle: Path | None = Field(None, description="directory of a bundle to evaluate on, never trained")
+    eval_every: int = Field(0, ge=0, description="steps between evaluations on eval_bundle; 0: none")
+    latch: bool = Field(True, description="switch staging off while it does not pay, and probe again")
+    latch_min_upload_s: float = Field(
+        0.05, ge=0, description="boundaries with a shorter upload are not judged by the latch"
+    )
     verify: Literal["digest", "full"] = Field("digest", description="full: also hash the arrays the engine gets")
     resume: bool = Field(False, description="continue from the newest checkpoint in OUT")
 
@@ -67,7 +86,17 @@ class Settings(BaseModel):
     start_timeout_s: float = Field(120.0, gt=0, le=MAX_WAIT_S, description="deadline for the trainer to come up")
     call_timeout_s: float = Field(600.0, gt=0, le=MAX_WAIT_S, description="deadline for one trainer command")
     slot_timeout_s: float = Field(600.0, gt=0, le=MAX_WAIT_S, description="deadline for a free slot")
+    max_restarts: int = Field(3, ge=0, description="how often each child may be started again after it died")
+    restart_backoff_s: float = Field(1.0, ge=0, le=MAX_WAIT_S, description="wait before the first restart; doubles")
     stop_grace_s: float = Field(20.0, gt=0, le=MAX_WAIT_S, description="how long children may take to stop")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Settings:
+        if self.eval_every and self.eval_bundle is None:
+            raise SettingsError(f"eval_every = {self.eval_every} needs an eval_bundle to evaluate on")
+        if self.eval_every and not self.aux_slots:
+            raise SettingsError(f"eval_every = {self.eval_every} needs aux_slots of at least 1; aux_slots = 0")
+        return self
 
     @property
     def step_cap(self) -> int | None:
@@ -92,7 +121,7 @@ SWITCHES: dict[str, tuple[str, str]] = {
     "stage_before_update": ("STAGE_BEFORE_UPDATE", "stage before the (deferred) update; on by default"),
 }
 #: not settings of their own: tables of the TOML file
-TABLES = {"engine_settings": "engine", "source_settings": "source"}
+TABLES = {"engine_settings": "engine", "source_settings": "source", "hooks_settings": "hooks"}
 
 
 @dataclass(frozen=True)

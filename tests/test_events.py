@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shmstage.errors import BudgetError
+from shmstage.errors import BudgetError, SettingsError
 from shmstage.events import JsonLines, failure_path, read_json_lines, write_failure, write_json
 
 
@@ -22,6 +22,24 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     assert read_json_lines(tmp_path / "none") == []
 
 
+@pytest.mark.parametrize("torn", ["{", '{"a": 2, "b"', "x" * 200_000, ""])
+@pytest.mark.parametrize("before", ["", '{"a": 1}\n', '{"a": 1}\n{"a": 2}\n'])
+def test_a_torn_line_is_cut_off_before_anything_is_added(before: str, torn: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(before + torn)
+    lines = JsonLines(path)
+    lines.write({"a": 3})
+    lines.close()
+    assert path.read_text() == before + '{"a": 3}\n'
+
+
+def test_a_line_that_is_no_record_is_bad_input_that_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2{"a": 3}\n')
+    with pytest.raises(SettingsError, match="x.jsonl line 2 is no JSON record"):
+        read_json_lines(path)
+
+
 def test_a_record_that_cannot_be_written_is_said_once_and_raises_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -34,7 +52,8 @@ def test_a_record_that_cannot_be_written_is_said_once_and_raises_nothing(
 
 
 def test_a_json_file_is_replaced_in_one_piece(tmp_path: Path) -> None:
-    write_json(tmp_path / "s.json", {"a": 1})
+    write_json(tmp_path / "s.json", {"a": 1}, mode=0o600)
+    assert (tmp_path / "s.json").stat().st_mode & 0o777 == 0o600
     write_json(tmp_path / "s.json", {"a": 2})
     assert json.loads((tmp_path / "s.json").read_text()) == {"a": 2}
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["s.json"]

@@ -150,3 +150,22 @@ def test_settings_survive_the_way_to_a_child_process() -> None:
 
 def test_every_boundary_mode_can_be_named() -> None:
     assert [resolve({"boundary": mode}, {}).settings.boundary for mode in BOUNDARIES] == list(BOUNDARIES)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"eval_every": "2"}, "eval_every = 2 needs an eval_bundle"),
+        ({"eval_every": "2", "eval_bundle": "b", "aux_slots": "0"}, "needs aux_slots of at least 1; aux_slots = 0"),
+    ],
+)
+def test_an_evaluation_that_cannot_take_place_is_refused(flags: dict[str, str], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        resolve(flags, {})
+
+
+def test_the_hooks_table_names_its_factory_and_holds_its_settings(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[hooks]\nfactory = "m:make"\nurl = "x"\n')
+    settings = resolve({}, {}, file).settings
+    assert (settings.hooks, settings.hooks_settings) == ("m:make", {"url": "x"})

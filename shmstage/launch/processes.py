@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
-#: what the kernel says of a process that is killed for memory
-OUT_OF_MEMORY_HINT = "killed by signal 9: by hand, or by the kernel because memory ran out; "
+#: a process that is killed for memory gets no word of it
+OUT_OF_MEMORY_HINT = ", by hand or by the kernel because memory ran out"
 
 
 @final
@@ -62,12 +62,13 @@ class Child:
             self._process.wait()
 
     def describe_end(self) -> str:
-        """How it ended, in words."""
+        """How it ended, in words, with the log to look at."""
+        hint = OUT_OF_MEMORY_HINT if self.exit_code() == -signal.SIGKILL else ""
+        return f"{self.how_it_ended()}{hint}; see {self.log}"
+
+    def how_it_ended(self) -> str:
+        """The same, short."""
         code = self.exit_code()
         if code is None:
             return "is still running"
-        if code == -signal.SIGKILL:
-            return OUT_OF_MEMORY_HINT + f"see {self.log}"
-        if code < 0:
-            return f"ended by {signal.Signals(-code).name}; see {self.log}"
-        return f"ended with exit code {code}; see {self.log}"
+        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

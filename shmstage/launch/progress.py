@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import time
 from typing import Any, final
 
@@ -13,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from shmstage.events import read_json_lines
+from shmstage.launch.step_follower import StepFollower
 from shmstage.settings import Settings
 
 
@@ -31,12 +29,10 @@ class StepProgress:
     def __init__(self, settings: Settings, console: Console) -> None:
         self._settings = settings
         self._console = console
-        self._path = settings.out_dir / "steps.jsonl"
-        # on resume the file is written anew without the lines of steps that are trained again
-        before = read_json_lines(self._path) if settings.resume else []
-        self._attempts_before = max((line["attempt"] for line in before), default=0)
-        self._inode = 0
-        self._offset = 0
+        self._follower = StepFollower(settings.out_dir / "steps.jsonl")
+        if settings.resume:
+            with contextlib.suppress(ValueError, OSError):  # whoever has to rely on the file says what is wrong with it
+                self._follower.new()  # trained before
         self._began = time.monotonic()
         self._bar: RichProgress | None = None
         self._quiet = False
@@ -67,7 +63,7 @@ class StepProgress:
         if self._quiet:
             return
         try:
-            for line in self._new_lines():
+            for line in self._follower.new():
                 # above the bar, where there is one
                 self._console.print(describe_step(line), highlight=False, soft_wrap=True)
                 if self._bar is not None:
@@ -77,19 +73,10 @@ class StepProgress:
             with contextlib.suppress(Exception):
                 self._console.print(f"progress is no longer shown: {error}", highlight=False)
 
-    def _new_lines(self) -> list[dict[str, Any]]:
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            if inode != self._inode:
-                self._inode, self._offset = inode, 0
-            file.seek(self._offset)
-            read = file.read()
-        whole, newline, _ = read.rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        lines = [json.loads(line) for line in whole.splitlines() if line]
-        return [line for line in lines if line["attempt"] > self._attempts_before]
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar where there is one."""
+        with contextlib.suppress(Exception):
+            self._console.print(text, highlight=False, soft_wrap=True)
 
 
 def describe_step(line: dict[str, Any]) -> str:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from shmstage.launch.run_directory import completed, run_file
+from shmstage.errors import SettingsError, ShmstageError
+from shmstage.launch.run_directory import completed, find_run, run_file
 from shmstage.settings import BOUNDARIES, SWITCHES, TABLES, Resolved, Settings, resolve
 
 CHOICES: dict[str, Sequence[str]] = {
     "boundary": BOUNDARIES,
     "verify": ("digest", "full"),
     "on_overlong": ("error", "drop"),
-    "weight_sync": ("off", "async"),
+    "weight_sync": ("off", "async", "sync"),
+    "order": ("arrival", "prompt_batch"),
 }
 
 
@@ -31,6 +34,10 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         default = "" if field.default in (None, "", False) else f" (default {field.default})"
         text = (field.description or "") + default
         if key == "resume":
+            text += "; RUN: its OUT directory, its id or the beginning of it; without RUN --out says where"
+            parser.add_argument(flag, nargs="?", const=True, default=None, metavar="RUN", help=text)
+            parser.add_argument("--no-resume", dest=key, action="store_false", default=None, help=argparse.SUPPRESS)
+        elif field.annotation is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         elif key in CHOICES:
             parser.add_argument(flag, choices=CHOICES[key], help=text)
@@ -50,6 +57,11 @@ def _metavar(key: str, annotation: str) -> str:
 def resolve_args(args: argparse.Namespace) -> Resolved:
     """Settings from parsed flags, the environment and ``--config``; with ``--resume`` from OUT's first start, too."""
     flags = {key: getattr(args, key) for key in [*Settings.model_fields, *SWITCHES] if hasattr(args, key)}
+    if isinstance(flags["resume"], str):
+        out = find_run(flags["resume"])
+        if flags["out"] is not None and Path(flags["out"]).absolute() != out.absolute():
+            raise SettingsError(f"--resume {flags['resume']} is the run in {out}, --out is {flags['out']}; give one")
+        flags.update(resume=True, out=out)
     resolved = resolve(flags, os.environ, args.config)
     if not resolved.settings.resume or resolved.settings.out is None:
         return resolved
@@ -57,8 +69,35 @@ def resolve_args(args: argparse.Namespace) -> Resolved:
     return resolve(flags, os.environ, args.config, before=before, before_origin=f"{resolved.settings.out}/run.json")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with its arguments as every other bad input is said: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"{message}; `{self.prog} --help` lists all options")
+
+
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    with json_on_failure("--json" in argv):
+        return _main(argv)
+
+
+@contextlib.contextmanager
+def json_on_failure(as_json: bool) -> Iterator[None]:
+    """Whoever reads one object from stdout gets one, however it ended."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if as_json:
+            code = error.exit_code if isinstance(error, ShmstageError) else 1
+            text = " ".join(str(error).split()) or type(error).__name__
+            if isinstance(error, KeyboardInterrupt):
+                code, text = 130, "interrupted"
+            print(json.dumps({"error": {"kind": type(error).__name__, "text": text, "exit_code": code}}), flush=True)
+        raise
+
+
+def _main(argv: Sequence[str]) -> int:
+    parser = _Parser(
         prog="shmstage run",
         description="Train on this host: orchestrator and trainer joined by shared memory. Without --bundle or "
         "--source it trains the demo bundle.",
@@ -84,7 +123,7 @@ def run_with_progress(settings: Settings, *, as_json: bool = False) -> dict[str,
 
     console = PatientConsole(stderr=True)
     with StepProgress(settings, console) as progress:
-        summary = run(settings, progress)
+        summary = run(settings, progress, progress.say)
     if not as_json:
         console.print(summary_table(summary))
         console.print(f"written to {summary['out']}", highlight=False, soft_wrap=True)

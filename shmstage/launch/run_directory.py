@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +16,24 @@ from typing import Any
 
 from shmstage.errors import InputError, SettingsError
 from shmstage.events import failure_path
+from shmstage.memory.identity import PeerWatch
+from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, list_objects
 from shmstage.memory.sweep import sweep
+from shmstage.orchestrator.beginning import NAME as BEGUN
+from shmstage.orchestrator.step_lines import read_step_lines
 from shmstage.settings import Settings
 
+POLL_S = 0.1
 #: named by string: the launcher starts the demo without importing it
 DEMO_ENGINE = "shmstage.demo.engine:make_engine"
 DEMO_SOURCE = "shmstage.demo.source:make_source"
-STALE_ON_FRESH_START = ("steps.jsonl", "trainer_calls.jsonl", "orchestrator.log", "trainer.log")
+ROLES = ("orchestrator", "trainer")
+STALE_ON_FRESH_START = (
+    "steps.jsonl", "trainer_calls.jsonl", *(f"{role}.log" for role in ROLES), "weights.json", "hooks.jsonl",
+)  # fmt: skip
+STALE_DIRECTORIES = ("journal", "state")
+FILES = (*STALE_ON_FRESH_START, "run.json", "summary.json", BEGUN, *(f"{role}.failure.json" for role in ROLES))
+DIRECTORIES = (*STALE_DIRECTORIES, "checkpoints")
 
 
 def completed(settings: Settings) -> Settings:
@@ -41,6 +53,30 @@ def completed(settings: Settings) -> Settings:
     return settings.model_copy(update=changes)
 
 
+def find_run(name: str, runs: Path = Path("runs")) -> Path:
+    """OUT of the run that ``name`` means: an OUT directory, a run id, or the beginning of one under ``runs``.
+
+    Raises ``SettingsError`` if there is none or more than one.
+    """
+    if (Path(name) / "run.json").exists():
+        return Path(name)
+    ids = {file.parent: str(_run_id(file.parent)) for file in sorted(runs.glob("*/run.json"))}
+    exact = [out for out, run in ids.items() if run == name]
+    found = exact or [out for out, run in ids.items() if run.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise SettingsError(f"no run {name!r}: neither a directory with a run.json nor the id of a run in {runs}/")
+    names = ", ".join(ids[out] for out in found)
+    raise SettingsError(f"run {name!r} could be {names}; give more of the id, or the OUT directory")
+
+
+def _run_id(out: Path) -> object:
+    with contextlib.suppress(SettingsError):
+        return run_file(out).get("run", "")
+    return ""
+
+
 def run_file(out: Path) -> dict[str, Any]:
     """The settings that ``out``'s run was started with; empty if no run was. Raises ``SettingsError`` if unreadable."""
     path = out / "run.json"
@@ -57,18 +93,20 @@ def run_file(out: Path) -> dict[str, Any]:
 def claimed(settings: Settings) -> Iterator[Path]:
     """Make OUT ours for the length of the run. Raises ``SettingsError`` if it is somebody's, or holds checkpoints.
 
-    A run that ends for bad input leaves no OUT behind where there was none.
+    A run that ends for bad input before anything was trained leaves no OUT behind where there was none.
     """
     out = settings.out_dir
-    is_new = not out.exists()
+    is_new, parent_is_new = not out.exists(), not out.parent.exists()
     try:
         with _locked(settings, out):
             yield out
     except InputError:
-        if is_new:
+        # a restart may run into bad input too, long after the first start: then there is something to keep
+        if is_new and not _checkpoints(out):
             shutil.rmtree(out, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                out.parent.rmdir()  # runs/, if nothing else is in it
+            if parent_is_new:
+                with contextlib.suppress(OSError):
+                    out.parent.rmdir()  # runs/, if nothing else is in it
         raise
 
 
@@ -94,11 +132,15 @@ def _prepare(settings: Settings, out: Path) -> None:
     strangers = [p.name for p in out.iterdir() if p.name != ".lock"]
     if strangers and not (out / "run.json").exists():
         raise SettingsError(f"out = {out} is not empty and holds no run ({strangers[0]}, ...); choose another --out")
-    before = run_file(out).get("run")
-    if before:
-        sweep(str(before))  # what a kill left in shared memory; the living are left alone
-    checkpoints = out / "checkpoints"
-    held = [p.name for p in checkpoints.iterdir() if p.name.isdigit()] if checkpoints.is_dir() else []
+    for name in FILES:
+        if (out / name).is_dir():
+            raise SettingsError(f"{out / name} is a directory where a file belongs; remove it or choose another --out")
+    for name in DIRECTORIES:
+        if (out / name).exists() and not (out / name).is_dir():
+            raise SettingsError(f"{out / name} is a file where a directory belongs; remove it or choose another --out")
+    for run in {str(run_file(out).get("run", "")), settings.run} - {""}:
+        _wait_for_predecessors(run, 2 * settings.stop_grace_s + POLL_S)
+    held = _checkpoints(out)
     if held and not settings.resume:
         raise SettingsError(
             f"out = {out} holds {len(held)} checkpoint{'s' * (len(held) > 1)} of an earlier run; "
@@ -106,9 +148,38 @@ def _prepare(settings: Settings, out: Path) -> None:
         )
     if settings.resume and not held:
         raise SettingsError(f"--resume: out = {out} holds no checkpoint; start without --resume")
-    for role in ("orchestrator", "trainer"):
+    for role in ROLES:
         failure_path(out, role).unlink(missing_ok=True)
     (out / "summary.json").unlink(missing_ok=True)  # of the run before: this one has to earn its own
-    if not settings.resume:
+    (out / BEGUN).unlink(missing_ok=True)
+    if settings.resume:
+        read_step_lines(out / "steps.jsonl")  # what cannot be relied on is said before anything is started
+    else:
         for name in STALE_ON_FRESH_START:
             (out / name).unlink(missing_ok=True)
+        for name in STALE_DIRECTORIES:
+            shutil.rmtree(out / name, ignore_errors=True)
+
+
+def _checkpoints(out: Path) -> list[str]:
+    directory = out / "checkpoints"
+    return [entry.name for entry in directory.iterdir() if entry.name.isdigit()] if directory.is_dir() else []
+
+
+def _wait_for_predecessors(run: str, timeout_s: float) -> None:
+    """Until no process of the run's earlier start lives; what it left in shared memory is removed.
+
+    Children of a launcher that was killed end by themselves, but not before they have finished what they were at, and
+    until then they write into OUT. Raises ``SettingsError`` naming who is still there.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        sweep(run)
+        living = [name for name in list_objects(run) if name.endswith(LOCK_SUFFIX)]
+        if not living:
+            return
+        if time.monotonic() > deadline:
+            with contextlib.closing(PeerWatch(f"{SHM_DIR}/{living[0]}")) as watch:
+                who = watch.describe()
+            raise SettingsError(f"run {run}: {who} of an earlier start still runs; end it, or choose another --run")
+        threading.Event().wait(POLL_S)

@@ -1,76 +1,136 @@
-"""One run on one host: start orchestrator and trainer, watch them, stop them, say how it went."""
+"""One run on one host: start orchestrator and trainer, keep them going, stop them, say how it went."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 from shmstage.errors import (
     InputError,
     PeerLostError,
     RunFailedError,
+    SettingsError,
     ShmstageError,
     StoppedError,
     TrainerError,
 )
-from shmstage.events import read_failure, write_json
+from shmstage.events import failure_path, read_failure, write_json
+from shmstage.launch.keeper import ROLES, ChildProcess, Keeper
 from shmstage.launch.processes import Child
 from shmstage.launch.run_directory import claimed
+from shmstage.launch.step_follower import StepFollower
 from shmstage.memory.names import list_objects
 from shmstage.memory.sweep import sweep
 from shmstage.settings import Settings
 from shmstage.transport.endpoint_lock import EndpointLock, clear_stale_endpoints
 from shmstage.transport.endpoints import endpoint_for, socket_path
 
-POLL_S = 0.1
-#: how long one child may take to notice that the other has died, and to say what it knows of it
-NOTICE_S = 2.0
+POLL_S = 0.05
 
 
 class Progress(Protocol):
     """Somebody who wants to know how the run goes."""
 
     def poll(self) -> None:
-        """Called about ten times a second while the run goes on; must not raise."""
+        """Called about twenty times a second while the run goes on; must not raise."""
 
 
-def run(settings: Settings, progress: Progress) -> dict[str, Any]:
+def run(settings: Settings, progress: Progress, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Run to the end and return the summary. ``settings`` is complete (``run_directory.completed``).
 
-    Raises what ended the run: ``SettingsError``, ``BudgetError`` and the like for bad input, ``RunFailedError``,
-    ``PeerLostError``, ``StoppedError``. No child and no pool outlives the call.
+    A child that dies is started again (``max_restarts``); ``say`` hears of it. Raises what ended the run:
+    ``SettingsError``, ``BudgetError`` and the like for bad input, ``RunFailedError``, ``PeerLostError``,
+    ``StoppedError``. No child and no pool outlives the call.
     """
-    with claimed(settings) as out, _only_one(settings.run), _stop_signals() as stop:
+    with _only_one(settings.run), claimed(settings) as out, _stop_signals() as stop:
         began = time.monotonic()
-        children: dict[str, Child] = {}
+        host = _Host(settings, out, say)
+        keeper = Keeper(
+            host, max_restarts=settings.max_restarts, backoff_s=settings.restart_backoff_s,
+            grace_s=settings.stop_grace_s, clock=time.monotonic,
+        )  # fmt: skip
+        failure: ShmstageError | None
         try:
-            for role in ("trainer", "orchestrator"):
-                arguments = ["--settings", settings.model_dump_json()]
-                children[role] = Child(role, arguments, out / f"{role}.log")
-            _write_run_file(out, settings, children)
-            _watch(children, progress, stop, settings)
-            failure = _failure(out, children)
+            keeper.begin()
+            while not keeper.look():
+                stop.check()
+                progress.poll()
+                _wait_for_any(keeper.children)
+            failure = failure_of(out, keeper.children, keeper.failure)
         except StoppedError as stopped:
             failure = stopped
         finally:
-            # the orchestrator first: it applies a deferred update and tells the trainer to end
-            for role in ("orchestrator", "trainer"):
-                if role in children:
-                    children[role].end(settings.stop_grace_s)
-            leaked = list_objects(settings.run)
+            keeper.end()
+            left = list_objects(settings.run)
             sweep(settings.run)
+            # who was killed could not tidy up; that is what the sweep is for
+            leaked = list_objects(settings.run) if keeper.anyone_died else left
             clear_stale_endpoints([socket_path(endpoint_for(settings.run, "trainer"))])
         progress.poll()
+        if keeper.is_done:
+            failure = failure_of(out, {}, None)  # what the trainer complained of on its way out
         if failure is not None:
             raise failure
-        return _complete_summary(out, settings, leaked, time.monotonic() - began)
+        return _complete_summary(out, settings, keeper, leaked, time.monotonic() - began)
+
+
+@final
+class _Host:
+    """What the keeper acts on: real processes, real files."""
+
+    def __init__(self, settings: Settings, out: Path, say: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._out = out
+        self._follower = StepFollower(out / "steps.jsonl")
+        self._reached = 0
+        self.say = say
+        try:
+            self._write_run_file({}, 1, dict.fromkeys(ROLES, 0))  # the children read their settings from it
+        except OSError as error:
+            raise SettingsError(f"{out}/run.json: {error.strerror}; choose another --out") from None
+
+    def start(self, role: str, epoch: int) -> ChildProcess:
+        failure_path(self._out, role).unlink(missing_ok=True)
+        arguments = ["--settings-file", str(self._out / "run.json"), "--epoch", str(epoch)]
+        try:
+            return Child(role, arguments, self._out / f"{role}.log")
+        except OSError as error:
+            raise RunFailedError(f"the {role} cannot be started: {error}") from None
+
+    def told(self, role: str) -> ShmstageError | None:
+        return read_failure(self._out, role)
+
+    def is_complete(self) -> bool:
+        return (self._out / "summary.json").exists()
+
+    def reached(self) -> int:
+        with suppress(ValueError, OSError):
+            self._reached = max([self._reached, *(int(line["step"]) for line in self._follower.new())])
+        return self._reached
+
+    def changed(self, keeper: Keeper) -> None:
+        try:
+            self._write_run_file(keeper.pids, keeper.epoch, keeper.restarts)
+        except OSError as error:  # a full disk ends nothing that can go on without it
+            self.say(f"{self._out}/run.json was not written: {error.strerror}")
+
+    def _write_run_file(self, pids: Mapping[str, int | None], epoch: int, restarts: Mapping[str, int]) -> None:
+        record = {
+            "run": self._settings.run,
+            "epoch": epoch,
+            "pids": {"launcher": os.getpid(), **pids},
+            "restarts": dict(restarts),
+            "settings": json.loads(self._settings.model_dump_json()),
+        }
+        write_json(self._out / "run.json", record, mode=0o600)  # settings of plug-ins may be nobody else's business
 
 
 @contextmanager
@@ -108,53 +168,28 @@ def _stop_signals() -> Iterator[_Stop]:
             signal.signal(number, handler)
 
 
-def _write_run_file(out: Path, settings: Settings, children: dict[str, Child]) -> None:
-    write_json(
-        out / "run.json",
-        {
-            "run": settings.run,
-            "epoch": 1,
-            "pids": {"launcher": os.getpid(), **{role: child.pid for role, child in children.items()}},
-            "settings": json.loads(settings.model_dump_json()),
-        },
-    )
-
-
-def _watch(children: dict[str, Child], progress: Progress, stop: _Stop, settings: Settings) -> None:
-    """Until both children have ended, or the one that is left has had the time it deserves.
-
-    After an orderly end of one the other gets ``stop_grace_s``; after a death ``NOTICE_S``, to say what it knows.
-    """
-    deadline: float | None = None
-    while True:
-        codes = [child.exit_code() for child in children.values()]
-        ended = [code for code in codes if code is not None]
-        if len(ended) == len(codes):
+def _wait_for_any(children: Mapping[str, ChildProcess]) -> None:
+    """A moment, or until a child that is waited for ends."""
+    for child in children.values():
+        if child.exit_code() is None and isinstance(child, Child):
+            child.wait(POLL_S)
             return
-        if InputError.exit_code in ended:
-            return  # nothing was begun, so there is nothing that the other one could add
-        if ended and deadline is None:
-            deadline = time.monotonic() + (settings.stop_grace_s if ended == [0] else NOTICE_S)
-        if deadline is not None and time.monotonic() > deadline:
-            return
-        stop.check()
-        progress.poll()
-        running = children["orchestrator"] if codes[1] is None else children["trainer"]
-        running.wait(POLL_S)
+    threading.Event().wait(POLL_S)
 
 
-def _failure(out: Path, children: dict[str, Child]) -> ShmstageError | None:
+def failure_of(
+    out: Path, children: Mapping[str, ChildProcess], given_up: ShmstageError | None
+) -> ShmstageError | None:
     """Why the run failed, told by whoever knows best: a child's own words beat what its exit code says."""
-    told = {role: error for role in children if (error := read_failure(out, role)) is not None}
-    for role in ("trainer", "orchestrator"):
+    told = {role: error for role in ROLES if (error := read_failure(out, role)) is not None}
+    for role in ROLES:
         if role in told and not isinstance(told[role], PeerLostError):
             return _with_log(told[role], out, role)
+    if given_up is not None:
+        return given_up
     for role, child in children.items():
         if child.exit_code():
             return told.get(role) or PeerLostError(f"the {role} (pid {child.pid}) {child.describe_end()}")
-    for role, child in children.items():
-        if child.exit_code() is None:
-            return PeerLostError(f"the {role} (pid {child.pid}) did not end when the other one had; see {child.log}")
     return None
 
 
@@ -167,11 +202,14 @@ def _with_log(error: ShmstageError, out: Path, role: str) -> ShmstageError:
     return type(error)(f"{error}; see {log}")
 
 
-def _complete_summary(out: Path, settings: Settings, leaked: list[str], wall_s: float) -> dict[str, Any]:
+def _complete_summary(
+    out: Path, settings: Settings, keeper: Keeper, leaked: list[str], wall_s: float
+) -> dict[str, Any]:
     path = out / "summary.json"
     if not path.exists():
         raise RunFailedError(f"the orchestrator ended without a summary; see {out}/orchestrator.log")
     summary: dict[str, Any] = json.loads(path.read_text())
     summary.update(leaked_pools=len(leaked), leaked=leaked, wall_s=round(wall_s, 3), out=str(out))
+    summary["restarts"] = keeper.restarts
     write_json(path, summary)
     return summary

@@ -36,6 +36,17 @@ def new_name(run_id: str) -> str:
     return name
 
 
+def lock_word(lock_path: str) -> int:
+    """A lifetime lock of a known run as a number above 0: what fits into a shared word."""
+    return int(os.path.basename(lock_path).removesuffix(LOCK_SUFFIX).rpartition(".")[2], 36) + 1
+
+
+def lock_path_of(run_id: str, word: int) -> str:
+    """The lock that ``lock_word`` made this number of."""
+    tail = _base36(word - 1).rjust(5, "0")
+    return os.path.join(SHM_DIR, f"shmstage.{_base36(os.getuid())}.{run_hash(run_id)}.{tail}{LOCK_SUFFIX}")
+
+
 def is_ours(name: str, run_id: str | None = None) -> bool:
     """Whether a file name has this user's prefix (and, if given, that run's)."""
     match = _PATTERN.fullmatch(name)

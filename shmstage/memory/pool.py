@@ -7,7 +7,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
+
+import numpy as np
 
 from shmstage import _native
 from shmstage.errors import (
@@ -20,6 +22,7 @@ from shmstage.errors import (
     StoppedError,
     WaitTimeoutError,
 )
+from shmstage.memory.cells import Cells
 from shmstage.memory.handle import Handle
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.layout import Layout
@@ -38,7 +41,7 @@ class Pool:
     """One epoch's slots. Only the process that made it writes slots; it refuses use in a forked child.
 
     Attributes: ``name`` (with the slash), ``epoch``, ``layouts`` (id → layout), ``slots``, ``aux_slots``,
-    ``nbytes`` (of the whole file).
+    ``nbytes`` (of the whole file), ``cells`` (for pools whose newest publication is what counts).
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class Pool:
         epoch: int,
         aux_slots: int,
         consumers: int,
+        run_id: str,
     ) -> None:
         """Use ``create``."""
+        self.cells = Cells(headers, run_id)
         self.name = "/" + os.path.basename(path)
         self.epoch = epoch
         self.layouts: dict[int, Layout] = {}
@@ -109,7 +114,8 @@ class Pool:
             identity=identity,
             limits=limits,
         )
-        pool = cls(path, mapping, headers, geometry, epoch=epoch, aux_slots=aux_slots, consumers=consumers)
+        counts = {"aux_slots": aux_slots, "consumers": consumers}
+        pool = cls(path, mapping, headers, geometry, epoch=epoch, run_id=run_id, **counts)
         for layout in layouts:
             pool.register(layout)
         return pool
@@ -134,10 +140,11 @@ class Pool:
         *,
         timeout_s: float,
         aux: bool = False,
+        only: int | None = None,
         peers: Sequence[PeerWatch] = (),
         stop: Callable[[], bool] | None = None,
     ) -> WritableSlot:
-        """Waits for a free slot and claims it for writing.
+        """Waits for a free slot, or for the one numbered ``only``, and claims it for writing.
 
         Raises ``WaitTimeoutError`` at the deadline, naming who holds each slot; ``PeerLostError`` when one of
         ``peers`` is dead; ``StoppedError`` when ``stop()``, asked every 50 ms, is true; ``LayoutError`` for a
@@ -147,6 +154,8 @@ class Pool:
         if layout.layout_id not in self.layouts:
             raise LayoutError(f"layout {layout.layout_id} is not registered with pool {self.name}")
         first, last = (self.slots, self.slots + self.aux_slots) if aux else (0, self.slots)
+        if only is not None:
+            first, last = only, only + 1
         index = self._headers.claim(first, last, 0)
         if index < 0:
             index = self._wait(first, last, timeout_s, peers, stop)
@@ -166,6 +175,28 @@ class Pool:
             done = False
         if not done:
             raise StaleHandleError(f"cannot withdraw {handle.describe()}: the slot is not at that generation")
+
+    def late_views(self, handle: Handle) -> dict[str, np.ndarray[Any, Any]]:
+        """The late fields of a published slot, writable; each has one writer, and the caller knows which are its own.
+
+        Raises ``StaleHandleError`` if the slot has moved on.
+        """
+        self._check_usable()
+        self._check_current(handle)
+        array = self._mapping.array
+        assert array is not None
+        return self.layouts[handle.layout_id].views(array, self._geometry.payload_of(handle.slot), late=True)
+
+    def commit_late(self, handle: Handle, name: str) -> None:
+        """Makes what was written into a late field count: its version word goes up by one."""
+        self._check_usable()
+        self._check_current(handle)
+        self._headers.bump_late_version(handle.slot, self.layouts[handle.layout_id].late_names.index(name))
+
+    def _check_current(self, handle: Handle) -> None:
+        generation = self._headers.generation(handle.slot)
+        if generation != handle.generation:
+            raise StaleHandleError(f"{handle.describe()}: the slot has moved on to generation {generation}")
 
     def end_leases_of(self, consumer: int) -> None:
         """Ends every lease of a consumer that is proven dead, in its stead."""

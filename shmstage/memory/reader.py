@@ -20,9 +20,10 @@ from shmstage.errors import (
     SlotStateError,
     StaleHandleError,
 )
+from shmstage.memory.cells import Cell
 from shmstage.memory.facts import checked_facts
 from shmstage.memory.handle import Handle
-from shmstage.memory.identity import PeerWatch
+from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.layout import PAGE_NBYTES, Layout
 from shmstage.memory.mapping import Geometry, Mapping
 from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, is_ours
@@ -35,8 +36,8 @@ _MOVED_ON, _NOT_PUBLISHED, _OTHER_LAYOUT, _NOT_TARGETED, _ENDED, _OTHER_EPOCH = 
 class PoolReader:
     """Headers mapped read-write, payload read-only. Refuses use in a forked child.
 
-    Attributes: ``name``, ``epoch``, ``consumer`` (whose cell it writes), ``layouts`` (id → layout),
-    ``owner`` (a watch on the producer's life).
+    Attributes: ``name``, ``epoch``, ``consumer`` (as which it ends leases), ``layouts`` (id → layout),
+    ``slots`` (aux slots not counted), ``owner`` (a watch on the producer's life).
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class PoolReader:
         self.name = name
         self.epoch: int = facts["epoch"]
         self.consumer = consumer
+        self.slots: int = facts["slot_count"] - facts["aux_slot_count"]
         self.layouts: dict[int, Layout] = {}
         self._pid = os.getpid()
         shift = facts["payload_shift"]
@@ -104,6 +106,20 @@ class PoolReader:
         if self.layouts.setdefault(layout.layout_id, layout) != layout:
             raise LayoutError(f"layout id {layout.layout_id} already names another layout")
         return layout.layout_id
+
+    def claim_cell(self, identity: ProcessIdentity) -> Cell:
+        """A place among the readers of the newest publication, as the process that ``identity`` is.
+
+        Raises ``EndpointBusyError`` if all are taken.
+        """
+        self._check_usable()
+        return Cell(self._headers, identity, self.name)
+
+    def published_in(self, slot: int) -> Handle:
+        """A handle of what is published in a slot. For slots held through a cell: others may move on meanwhile."""
+        self._check_usable()
+        generation, _, layout_id, step, index, _ = self._headers.slot_state(slot)
+        return Handle(slot, generation, layout_id, step=step, index=index)
 
     def lease(self, handle: Handle) -> Lease:
         """The arrays a handle names. Raises ``StaleHandleError`` if the slot has moved on, ``ProtocolError`` if

@@ -6,20 +6,29 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy.typing as npt
 
 from shmstage.memory.handle import Handle
 from shmstage.memory.identity import PeerWatch
 from shmstage.memory.layout import Layout
 from shmstage.memory.pool import Pool
 from shmstage.orchestrator.intake import Intake, Planned
+from shmstage.orchestrator.queue import Cursor
+from shmstage.orchestrator.reader import SourceReader
+from shmstage.orchestrator.resume import ResumeState
+from shmstage.packing.fields import REF_LOGPS, SAMPLER_IS_WEIGHTS
 from shmstage.packing.fill import fill_microbatch, microbatch_digest
 
 
 @dataclass(frozen=True)
 class PackedMicrobatch:
-    """What the program must know of a published micro-batch; ``*_s`` in seconds, ``*_ns`` on the monotonic clock."""
+    """What the program must know of a published micro-batch; ``*_s`` in seconds, ``*_ns`` on the monotonic clock.
+
+    ``state_after``: where the input stands behind it, to be kept with a checkpoint of its step.
+    """
 
     handle: Handle
     trajectory_ids: tuple[str, ...]
@@ -30,6 +39,7 @@ class PackedMicrobatch:
     slot_wait_s: float
     pack_s: float
     packed_ns: int
+    state_after: ResumeState = field(default_factory=ResumeState)
 
 
 @dataclass(frozen=True)
@@ -74,9 +84,14 @@ class Feeder:
         self._allowed = (0, -1)
         self._condition = threading.Condition()
         self._stopped = False
+        self._reader: SourceReader | None = None
+        # of each step's last micro-batch: until the step has landed, and until it is durable
+        self._handed_out: dict[int, Cursor] = {}
+        self._cursors: dict[int, int] = {}
         self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
 
     def start(self) -> None:
+        self._reader = self._intake.read_ahead()
         self._thread.start()
 
     def allow(self, limit: tuple[int, int]) -> None:
@@ -86,11 +101,36 @@ class Feeder:
                 self._allowed = limit
                 self._condition.notify_all()
 
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether so much waits for a durable checkpoint that the next boundary should write one. Any thread."""
+        return self._reader is not None and self._reader.queue.wants_checkpoint
+
+    def landed(self, step: int) -> None:
+        """Update ``step`` landed: its trajectories are held no more, unless the source cannot give them again."""
+        if self._reader is not None:
+            self._reader.queue.landed(step)
+            with self._condition:
+                handed_out = self._handed_out.pop(step, None)
+            if handed_out is not None:
+                self._reader.queue.commit(handed_out)
+
+    def durable(self, step: int) -> None:
+        """A durable checkpoint covers ``step``: what was kept to replay it is let go. Raises ``BundleError``."""
+        if self._reader is not None:
+            self._reader.queue.durable(step)
+        with self._condition:
+            covered = {number: self._cursors.pop(number) for number in sorted(self._cursors) if number <= step}
+        if covered:
+            self._intake.release(covered[max(covered)])
+
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop and join; a wait for a slot ends within its polling interval."""
+        """Stop and join; a wait for a slot ends within its polling interval, one for the source at once."""
         with self._condition:
             self._stopped = True
             self._condition.notify_all()
+        if self._reader is not None:
+            self._reader.close()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
@@ -117,12 +157,11 @@ class Feeder:
             begun = time.monotonic()
 
     def _numbered(self) -> Iterator[tuple[int, int, Planned]]:
-        """(step, index, planned) from the first step to train on; what a checkpoint covers is planned and passed by."""
+        """(step, index, planned); what the intake hands out first is the beginning of the first step to train."""
         for number, planned in enumerate(self._intake):
             step, index = divmod(number, self._per_step)
-            step += 1
-            if step >= self._first_step:
-                yield step, index, planned
+            step += self._first_step
+            yield step, index, planned
             if step == self._last_step and index == self._per_step - 1:
                 return  # without asking the source for more: it may take for ever to have it
 
@@ -139,7 +178,7 @@ class Feeder:
         )
         acquired = time.monotonic()
         with slot:
-            filled = fill_microbatch(planned.plan, trajectories, slot.views)
+            filled = fill_microbatch(planned.plan, trajectories, _packed_views(slot.views, planned))
             handle = slot.publish(
                 digest=microbatch_digest(planned.plan, trajectories),
                 rows=len(planned.plan.rows),
@@ -149,6 +188,7 @@ class Feeder:
                 loss_tokens=filled.loss_tokens,
                 segments=filled.segments,
             )
+        self._note_packed(step, planned, is_final=handle.is_final)
         return PackedMicrobatch(
             handle=handle,
             # ids only: the arrays are let go here, they lie in the slot now
@@ -160,4 +200,24 @@ class Feeder:
             slot_wait_s=acquired - before,
             pack_s=time.monotonic() - acquired,
             packed_ns=time.monotonic_ns(),
+            state_after=planned.state_after,
         )
+
+    def _note_packed(self, step: int, planned: Planned, *, is_final: bool) -> None:
+        with self._condition:
+            self._cursors[step] = planned.state_after.cursor
+            self._handed_out[step] = planned.handed_out
+        if self._reader is not None:
+            self._reader.queue.packed(step, planned.nbytes, is_final=is_final)
+
+
+def _packed_views(views: dict[str, npt.NDArray[Any]], planned: Planned) -> dict[str, npt.NDArray[Any]]:
+    """The views that trajectories fill; late fields that none of them carries are zero until somebody writes them."""
+    first = next(iter(planned.arrivals.values()), None)
+    carried = first.trajectory.optional if first is not None else frozenset[str]()
+    absent = {SAMPLER_IS_WEIGHTS, *(() if "ref_logprobs" in carried else (REF_LOGPS,))} & views.keys()
+    if first is None:
+        absent -= {REF_LOGPS}  # padding alone: the views decide
+    for name in absent:
+        views[name].fill(0)
+    return {name: view for name, view in views.items() if name not in absent}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import cast, final
+from typing import Any, cast, final
 
 from shmstage.errors import SettingsError, TrajectoryError
+from shmstage.packing.journal import Journal
+from shmstage.packing.journal_source import JournaledSource
 from shmstage.packing.source import BundleSource, Source
 from shmstage.packing.trajectory import Group, Trajectory
 from shmstage.plugins import make
@@ -17,35 +19,60 @@ from shmstage.settings import Settings
 class Input:
     """A source whose first trajectory is known before anything is planned; nothing read for that is lost.
 
-    ``passes`` is how often it is run over: a source that cannot be replayed is run over once.
+    ``passes`` is how often it is run over: a source that cannot be replayed is run over once, through a journal in OUT
+    that makes it replayable as far back as the newest durable checkpoint. ``source_is_replayable`` says which it is.
     """
+
+    replayable = True
 
     def __init__(self, source: Source, settings: Settings) -> None:
         """Raises ``TrajectoryError`` for an empty input, ``SettingsError`` for what a live source cannot do."""
-        self.replayable = bool(getattr(source, "replayable", False))
-        if not self.replayable and settings.resume:
-            raise SettingsError("resume = true: the source cannot be replayed, so what it gave before is gone")
-        if not self.replayable and (settings.passes or 1) > 1:
+        self.source_is_replayable = bool(getattr(source, "replayable", False))
+        if not self.source_is_replayable and (settings.passes or 1) > 1:
             raise SettingsError(f"passes = {settings.passes}: the source cannot be replayed; use passes = 1")
-        self.passes = settings.passes if self.replayable else 1
-        self._source = source
-        self._begun: Iterator[Group] | None = source.groups(0)
+        self.passes = settings.passes if self.source_is_replayable else 1
+        self.expected_groups: Any = getattr(source, "expected_groups", None)
+        self._journaled: JournaledSource | None = None
+        if not self.source_is_replayable:
+            self._journaled = JournaledSource(source, Journal(settings.out_dir / "journal"))
+        self._source: Source = self._journaled or source
         self._read: list[Group] = []
-        self.first = self._first_trajectory()
+        self._begun: Iterator[Group] | None = None
+        try:
+            self.first = self._first_trajectory()
+        except BaseException:
+            self.close()
+            raise
 
     def groups(self, cursor: int) -> Iterator[Group]:
         """Groups from ``cursor`` on; the first call goes on with what was begun to look at the first trajectory."""
-        if cursor == 0 and self._begun is not None:
-            groups, self._begun = chain(self._read, self._begun), None
-            return groups
-        return self._source.groups(cursor)
+        begun, self._begun = self._begun, None
+        read, self._read = self._read, []
+        if cursor == 0 and begun is not None:
+            return chain(read, begun)
+        return iter(self._source.groups(cursor))
+
+    def release(self, cursor: int) -> None:
+        """Groups before number ``cursor`` are covered by a durable checkpoint."""
+        if self._journaled is not None:
+            self._journaled.journal.release(cursor)
+
+    def close(self) -> None:
+        """Close the journal; what is in it stays."""
+        if self._journaled is not None:
+            self._journaled.journal.close()
 
     def _first_trajectory(self) -> Trajectory:
-        assert self._begun is not None
-        for group in self._begun:
-            self._read.append(group)
-            if group.trajectories:
-                return group.trajectories[0]
+        if self._journaled is not None:
+            first = self._journaled.first()
+            if first is not None:
+                return next(iter(first.trajectories))
+        else:
+            self._begun = iter(self._source.groups(0))
+            for group in self._begun:
+                self._read.append(group)
+                if group.trajectories:
+                    return group.trajectories[0]
         raise TrajectoryError("the input holds no trajectory; check the bundle or the source")
 
 

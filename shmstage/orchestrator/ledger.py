@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from shmstage.orchestrator.evaluation import summed
 from shmstage.orchestrator.feeder import PackedMicrobatch
+from shmstage.orchestrator.latch import Latch
 from shmstage.orchestrator.trainer_client import ForwardResult
 from shmstage.timeline.idle import BoundaryInstants, boundary_idle_s, calibrated_microbatch_s
+from shmstage.timeline.staging import StagingCost, staging_cost
 from shmstage.wire.messages import TokenEvent
 
 #: samples kept for the calibrated micro-batch time
@@ -21,8 +24,11 @@ class _Micro:
     payload_digest: str = ""
     upload_s: float = 0.0
     dispatched_ns: int = 0
+    upload_begin_ns: int = 0
     staged_ready_ns: int = 0
+    patch_ready_ns: int = 0
     ready_ns: int = 0
+    late_digests: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -34,13 +40,18 @@ class _Step:
     snapshot_wait_s: float = 0.0
     not_staged_because: str = ""
     metrics: dict[str, Any] | None = None
+    evals_open: int = 0
+    evals: list[dict[str, Any]] = field(default_factory=list)
 
 
 @final
 class Ledger:
     """Facts per step from handles, replies and token events. Identity always comes from the handle."""
 
-    def __init__(self, *, mode: str, tokens_per_microbatch: int, rows: int, slot_nbytes: int) -> None:
+    def __init__(
+        self, *, mode: str, tokens_per_microbatch: int, rows: int, slot_nbytes: int, latch: Latch | None = None
+    ) -> None:
+        self.latch = latch or Latch(enabled=False, min_upload_s=0.0)
         self._mode = mode
         self._tokens = tokens_per_microbatch
         self._rows = rows
@@ -86,11 +97,36 @@ class Ledger:
         if micro is None:
             return
         if event.kind == "staged":
+            micro.upload_begin_ns = stamps["upload_begin_ns"]
             micro.staged_ready_ns = stamps["staged_ready_ns"]
             micro.upload_s = (stamps["staged_ready_ns"] - stamps["upload_begin_ns"]) / 1e9
+        elif event.kind == "patched":
+            micro.patch_ready_ns = max(micro.patch_ready_ns, stamps["patch_ready_ns"])
         elif event.kind == "fwd_bwd":
             micro.dispatched_ns = stamps["dispatch_begin_ns"]
             micro.ready_ns = stamps["ready_ns"]
+        elif event.kind == "replay":  # after its first attempt, before the step's update
+            micro.ready_ns = max(micro.ready_ns, stamps["ready_ns"])
+
+    def late_field(self, packed: PackedMicrobatch, name: str, digest: str) -> None:
+        """A late field was written; its digest is its own, outside the micro-batch's."""
+        self._micro(packed).late_digests[name] = digest
+
+    def eval_sent(self, step: int) -> None:
+        self._step(step).evals_open += 1
+
+    def eval_done(self, step: int, value: dict[str, Any]) -> None:
+        self._step(step).evals_open -= 1
+        self._step(step).evals.append(value)
+
+    def facts(self, number: int, otherwise: dict[str, Any]) -> dict[str, Any] | None:
+        """``otherwise`` with metrics and evaluation of a step whose line is not written; ``None`` while they miss."""
+        step = self._steps.get(number)
+        if step is None:
+            return otherwise  # restored, not trained here
+        if step.metrics is None or step.evals_open:
+            return None
+        return otherwise | {"metrics": step.metrics, "eval": summed(step.evals) if step.evals else None}
 
     def metrics(self, step: int, value: dict[str, Any]) -> None:
         self._step(step).metrics = value
@@ -98,7 +134,7 @@ class Ledger:
     def is_complete(self, number: int) -> bool:
         """True when everything the step line of ``number`` needs has arrived."""
         step = self._steps.get(number)
-        if step is None or not step.closed or step.metrics is None or not step.landed_ns:
+        if step is None or not step.closed or step.metrics is None or not step.landed_ns or step.evals_open:
             return False
         return all(m.ready_ns and m.staged_ready_ns for m in step.micros)
 
@@ -109,6 +145,8 @@ class Ledger:
         step = self._steps.pop(number)
         self._calibrate(step)
         idle = self._boundary_idle(step)
+        if self._previous is not None:
+            self.latch.boundary(self._staging_cost(step))
         line = self._line(number, step, idle, attempt)
         self._previous = (number, step)
         return line
@@ -146,6 +184,9 @@ class Ledger:
             "snapshot_wait_s": step.snapshot_wait_s,
             "staged": first.staged,
             "not_staged_because": None if first.staged else step.not_staged_because,
+            "latch": {"level": self.latch.level, "reason": self.latch.reason},
+            "eval": summed(step.evals) if step.evals else None,
+            "late_digests": [m.late_digests for m in step.micros],
             "digests": [p.handle.digest.hex() for p in packed],
             "payload_digests": [m.payload_digest for m in step.micros],
             "trajectory_ids": [identity for p in packed for identity in p.trajectory_ids],
@@ -153,7 +194,9 @@ class Ledger:
             "instants_ns": {
                 "packed": [p.packed_ns for p in packed],
                 "dispatched": [m.dispatched_ns for m in step.micros],
+                "upload_begin": [m.upload_begin_ns for m in step.micros],
                 "staged_ready": [m.staged_ready_ns for m in step.micros],
+                "patch_ready": [m.patch_ready_ns for m in step.micros],
                 "ready": [m.ready_ns for m in step.micros],
                 "update_dispatched": step.update_dispatched_ns,
                 "update_landed": step.landed_ns,
@@ -196,5 +239,23 @@ class Ledger:
             first_dispatched=first.dispatched_ns,
             first_staged_ready=first.staged_ready_ns,
             first_ready=first.ready_ns,
+            first_patch_ready=first.patch_ready_ns,
         )
         return boundary_idle_s(instants, calibrated_microbatch_s(self._intervals))
+
+    def _staging_cost(self, step: _Step) -> StagingCost | None:
+        """What staging this step's first micro-batch cost at the boundary before it."""
+        first = step.micros[0]
+        if self._previous is None or not first.staged:
+            return None
+        before = self._previous[1]
+        last = before.micros[-1]
+        since = max([last.dispatched_ns, *(m.ready_ns for m in before.micros[:-1])])
+        return staging_cost(
+            upload_begin=first.upload_begin_ns,
+            staged_ready=first.staged_ready_ns,
+            last_ready=last.ready_ns,
+            update_dispatched=before.update_dispatched_ns,
+            last_microbatch_s=(last.ready_ns - since) / 1e9,
+            median_microbatch_s=calibrated_microbatch_s(self._intervals),
+        )

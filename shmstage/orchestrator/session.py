@@ -1,89 +1,77 @@
-"""One orchestrator from its first byte to its last: pool, handshake, program, clean-up."""
+"""One orchestrator from its first byte to its last: pool, trainers one after another, clean-up."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
-from shmstage.errors import PoolError, SettingsError, ShmstageError
-from shmstage.events import JsonLines, read_json_lines, write_json
-from shmstage.memory.identity import PeerWatch, ProcessIdentity
-from shmstage.memory.layout import Layout
+from shmstage.errors import PoolError, SettingsError, TransportError
+from shmstage.events import JsonLines, write_json
+from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.pool import Pool
 from shmstage.memory.sweep import sweep
-from shmstage.orchestrator.feeder import Feeder
+from shmstage.orchestrator.assembly import Layouts, assemble, evaluation_source, layouts_of
+from shmstage.orchestrator.beginning import begin_attempt
+from shmstage.orchestrator.connection import Connection, connect
 from shmstage.orchestrator.input import Input, load_input
-from shmstage.orchestrator.intake import Intake
-from shmstage.orchestrator.ledger import Ledger
-from shmstage.orchestrator.program import Program
-from shmstage.orchestrator.schedule import Config
+from shmstage.orchestrator.resume import ResumeState, state_from_metadata
+from shmstage.orchestrator.step_lines import last_step, read_step_lines, roll_back
 from shmstage.orchestrator.summary import summarise
-from shmstage.orchestrator.trainer_client import TrainerClient
-from shmstage.packing.fields import microbatch_layout, optional_fields
 from shmstage.packing.plan import PlanSettings
+from shmstage.packing.source import BundleSource
 from shmstage.packing.trajectory import Trajectory
 from shmstage.settings import Settings
-from shmstage.transport.client import Client
-from shmstage.transport.endpoints import endpoint_for
-from shmstage.transport.zmq import ZmqChannel
-from shmstage.wire.messages import PROTOCOL_VERSION, Hello
 
-#: how long a trainer may take to answer that it drops everything
-ABANDON_S = 10.0
-
-
-@dataclass
-class _Interrupt:
-    """Ends a wait for the trainer when a stop is asked for; disarmed while the program stops in its own good order."""
-
-    requested: Callable[[], bool]
-    armed: bool = True
-
-    def __call__(self) -> bool:
-        return self.armed and self.requested()
-
-
-@dataclass
-class _Trainer:
-    client: TrainerClient
-    watch: PeerWatch
-    interrupt: _Interrupt
+#: the trainer's cell in every slot
+TRAINER = 0
 
 
 def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool]) -> dict[str, Any]:
     """Run the orchestrator to its end; returns what ``summary.json`` holds, less what only the launcher can know.
 
-    Raises what ended the run; pool, sockets and lock file are gone either way.
+    A trainer that dies is waited for: its successor restores and goes on. ``epoch`` > 1 follows an orchestrator that
+    died. Raises what ended the run; pool, sockets and lock file are gone either way.
     """
-    source = load_input(settings)
-    layout = layout_of(source.first, settings)
+    if epoch > 1:
+        settings = settings.model_copy(update={"resume": True})
     with ExitStack() as stack:
+        source, evaluation = load_input(settings), evaluation_source(settings)
+        stack.callback(source.close)
+        layouts = layouts_of(settings, source.first, evaluation)
         identity = ProcessIdentity.create(settings.run, "orchestrator")
         stack.callback(identity.close)
+
+        def connected(pool: Pool | None, *, again: bool) -> Connection:
+            return connect(settings, identity, epoch=epoch, pool=pool, again=again, stop_requested=stop_requested)
+
+        if epoch > 1:
+            # before memory is asked for: the trainer may still map the pool of the orchestrator before
+            connected(None, again=True).close()
         sweep(settings.run)
         pool = Pool.create(
-            settings.run, epoch=epoch, layouts=[layout], slots=settings.slots, aux_slots=settings.aux_slots,
+            settings.run, epoch=epoch, layouts=layouts.all, slots=settings.slots, aux_slots=settings.aux_slots,
             identity=identity,
         )  # fmt: skip
         stack.callback(_close_pool, pool)
-        try:
-            trainer = _connect(settings, pool, identity, stack, stop_requested)
-            return _train(settings, source, layout, pool, trainer, stack, stop_requested)
-        except Exception as error:
-            pool.record_error(f"{type(error).__name__}: {error}")
-            raise
-
-
-def layout_of(first: Trajectory, settings: Settings) -> Layout:
-    """The layout of every micro-batch of the run, taken from its first trajectory: all carry the same fields."""
-    layers, top_k = first.routing.shape[1:] if first.routing is not None else (0, 0)
-    return microbatch_layout(
-        settings.rows, settings.tokens, optional=optional_fields(first), layers=int(layers), top_k=int(top_k)
-    )
+        again = epoch > 1
+        while True:
+            trainer = connected(pool, again=again)
+            try:
+                return _attempt(settings, source, evaluation, layouts, pool, trainer, stop_requested)
+            except TransportError as error:
+                pool.record_error(f"{type(error).__name__}: {error}")
+                if not trainer.watch.dead():
+                    raise
+                print(f"{error}; waiting for the next trainer", flush=True)
+            except Exception as error:
+                pool.record_error(f"{type(error).__name__}: {error}")
+                raise
+            finally:
+                trainer.close()
+            pool.end_leases_of(TRAINER)
+            again = True
 
 
 def _close_pool(pool: Pool) -> None:
@@ -94,85 +82,60 @@ def _close_pool(pool: Pool) -> None:
         print(f"on closing the pool: {error}", flush=True)
 
 
-def _connect(
-    settings: Settings, pool: Pool, identity: ProcessIdentity, stack: ExitStack, stop_requested: Callable[[], bool]
-) -> _Trainer:
-    channel = ZmqChannel.connect(endpoint_for(settings.run, "trainer"))
-    interrupt = _Interrupt(stop_requested)
-    client = Client(channel, stop=interrupt)
-    stack.callback(client.close)
-    hello = Hello(
-        version=PROTOCOL_VERSION, run_id=settings.run, epoch=pool.epoch, pool=pool.name,
-        layouts=[layout.to_wire() for layout in pool.layouts.values()], withdrawn=[],
-        lock_path=identity.lock_path, pid=identity.pid, start_ticks=identity.start_ticks,
-    )  # fmt: skip
-    welcome = client.hello(hello, timeout_s=settings.start_timeout_s)
-    watch = PeerWatch(welcome.lock_path, welcome.pid, welcome.start_ticks)
-    stack.callback(watch.close)
-    client.peer = watch
-    return _Trainer(TrainerClient(client, timeout_s=settings.call_timeout_s), watch, interrupt)
-
-
-def _train(
+def _attempt(
     settings: Settings,
     source: Input,
-    layout: Layout,
+    evaluation: BundleSource | None,
+    layouts: Layouts,
     pool: Pool,
-    trainer: _Trainer,
-    stack: ExitStack,
+    trainer: Connection,
     stop_requested: Callable[[], bool],
 ) -> dict[str, Any]:
+    """Everything with one incarnation of the trainer, from restore to shutdown."""
     client = trainer.client
+    path = settings.out_dir / "steps.jsonl"
     try:
-        restored, metadata = client.restore_checkpoint()
+        restored, metadata = client.restore_checkpoint(at_most=last_step(path))
         first_step = (restored or 0) + 1
         plan = plan_facts(settings, source.first)
         if restored:
             _check_same_plan(metadata.get("plan", {}), plan)
-        initial_digest = client.info(param_digest=True)["param_digest"]
-        compile_s = client.compile(layout.layout_id)
-        attempt = _roll_back(settings.out_dir / "steps.jsonl", to_step=restored or 0)
-        steps = JsonLines(settings.out_dir / "steps.jsonl")
-        stack.callback(steps.close)
-        ledger = Ledger(
-            mode=settings.boundary, tokens_per_microbatch=settings.rows * settings.tokens, rows=settings.rows,
-            slot_nbytes=layout.payload_nbytes,
+        begun = begin_attempt(
+            settings.out_dir, seen=roll_back(path, to_step=restored or 0), first_step=first_step,
+            param_digest=lambda: client.info(param_digest=True)["param_digest"],
         )  # fmt: skip
-        program = Program(
-            schedule_config(settings, first_step), client, ledger, write_step=steps.write,
-            stop_requested=stop_requested, call_timeout_s=settings.call_timeout_s, stage_wait_s=settings.stage_wait_s,
-            attempt=attempt, plan=plan, heartbeat=pool.heartbeat,
-        )  # fmt: skip
-        intake = Intake(source, plan_settings(settings), passes=source.passes)
-        feeder = Feeder(
-            intake, pool, layout, microbatches_per_step=settings.microbatches_per_step, first_step=first_step,
-            last_step=settings.step_cap, slot_timeout_s=settings.slot_timeout_s, peers=[trainer.watch],
-            deliver=program.deliver,
-        )  # fmt: skip
-        program.prepare(restored)
-        trainer.interrupt.armed = False
-        try:
-            program.run(feeder)
-        finally:
-            feeder.close()
-        final_digest = client.shutdown(discard=False)
+        compile_s = sum(client.compile(layout.layout_id) for layout in layouts.all)
+        with ExitStack() as stack:
+            steps = JsonLines(path)
+            stack.callback(steps.close)
+            parts = assemble(
+                settings, source, evaluation, layouts, pool, client, trainer.watch, stack, plan=plan,
+                start=state_from_metadata(metadata, settings.out_dir) if restored else ResumeState.start(),
+                first_step=first_step, attempt=begun.attempt, write_step=steps.write, stop_requested=stop_requested,
+            )  # fmt: skip
+            program, planner = parts.program, parts.intake.planner
+            stack.callback(parts.feeder.close)
+            program.prepare(restored)
+            trainer.stop_in_good_order()
+            program.run(parts.feeder)
+        final_digest = client.shutdown(discard=program.ended_by is not None)
     except BaseException:
-        trainer.interrupt.armed = False
-        _abandon(client)
+        trainer.abandon()
         raise
-    summary = summarise(read_json_lines(settings.out_dir / "steps.jsonl"))
-    dropped, empty = intake.planner.dropped, intake.planner.skipped_empty
-    if dropped or empty:
-        summary["warnings"].append(f"not trained: {dropped} over-long and {empty} empty trajectories")
+    summary = summarise(read_step_lines(path))
+    if planner.dropped or planner.skipped_empty:
+        text = f"not trained: {planner.dropped} over-long and {planner.skipped_empty} empty trajectories"
+        summary["warnings"].append(text)
     return {
         **summary,
         "run": settings.run,
-        "first_step": first_step,
-        "initial_param_digest": initial_digest,
+        "ended_by": program.ended_by,
+        "first_step": begun.first_step,
+        "initial_param_digest": begun.initial_param_digest,
         "param_digest": final_digest,
         "microbatches_per_step": settings.microbatches_per_step,
-        "dropped_trajectories": dropped,
-        "empty_trajectories": empty,
+        "dropped_trajectories": planner.dropped,
+        "empty_trajectories": planner.skipped_empty,
         "compile_s": compile_s,
         "pool_nbytes": pool.nbytes,
     }
@@ -191,44 +154,6 @@ def _check_same_plan(then: dict[str, Any], now: dict[str, Any]) -> None:
                 f"resume: {name} was {then.get(name)!r} when the checkpoint was written and is {value!r} now; "
                 "trajectories would be trained twice or never; use the old value, or another --out"
             )
-
-
-def _roll_back(path: Path, *, to_step: int) -> int:
-    """Drop the lines of steps that no checkpoint covers: they are trained again. Returns this attempt's number."""
-    lines = read_json_lines(path)  # a torn last line, left by a kill, is dropped with the rest
-    kept = [line for line in lines if line["step"] <= to_step]
-    if path.exists():
-        # in one piece: somebody may be following the file
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        partial.replace(path)
-    return 1 + max((line["attempt"] for line in lines), default=0)
-
-
-def _abandon(client: TrainerClient) -> None:
-    """Tell a living trainer to drop deferral, stage and gradients; the error that got us here matters more."""
-    try:
-        client.shutdown(discard=True, timeout_s=ABANDON_S)
-    except ShmstageError as error:
-        print(f"the trainer could not be told to stop: {error}", flush=True)
-
-
-def plan_settings(settings: Settings) -> PlanSettings:
-    """What the planner needs of the settings."""
-    return PlanSettings(
-        rows=settings.rows, tokens=settings.tokens, max_segments_per_row=settings.max_segments_per_row,
-        segment_align=settings.segment_align, max_real_tokens=settings.max_real_tokens,
-        on_overlong=settings.on_overlong,
-    )  # fmt: skip
-
-
-def schedule_config(settings: Settings, first_step: int = 1) -> Config:
-    """What the schedule needs of the settings."""
-    return Config(
-        mode=settings.boundary, microbatches_per_step=settings.microbatches_per_step, last_step=settings.step_cap,
-        checkpoint_every=settings.checkpoint_every, weight_sync=settings.weight_sync != "off", first_step=first_step,
-        stage_waits_for_deadline=settings.stage_wait_s is not None,
-    )  # fmt: skip
 
 
 def write_summary(settings: Settings, summary: dict[str, Any]) -> None:

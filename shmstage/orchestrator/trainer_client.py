@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -49,9 +49,12 @@ class TrainerClient:
         """Compile the engine's programs for a layout; returns seconds."""
         return float(self._call("compile", layout_id=layout_id)["compile_s"])
 
-    def restore_checkpoint(self) -> tuple[int | None, dict[str, Any]]:
-        """Restore the newest checkpoint: (its step or ``None``, its metadata). Opens the trainer's gate."""
-        result = self._call("restore_checkpoint")
+    def restore_checkpoint(self, *, at_most: int | None = None) -> tuple[int | None, dict[str, Any]]:
+        """Restore the newest checkpoint (of step ``at_most`` or before): (its step or ``None``, its metadata).
+
+        Opens the trainer's gate.
+        """
+        result = self._call("restore_checkpoint", **({} if at_most is None else {"at_most": at_most}))
         return result["step"], result["metadata"]
 
     def fwd_bwd(self, handle: Handle, *, defer_update: bool) -> ForwardResult:
@@ -62,6 +65,20 @@ class TrainerClient:
 
     def fwd_bwd_staged(self, request_id: str, *, defer_update: bool) -> ForwardResult:
         return _forward(self._call("fwd_bwd_staged", request_id=request_id, defer_update=defer_update))
+
+    def per_token_logps(self, handle: Handle, role: str) -> int:
+        """Score a micro-batch in its slot; returns the ticket of the late field."""
+        return int(self._call("per_token_logps", handle=handle_to_wire(handle), role=role)["ticket"])
+
+    def score_staged(self, request_id: str, role: str) -> int:
+        """Score the staged arrays; returns the ticket of the late field."""
+        return int(self._call("per_token_logps", request_id=request_id, role=role)["ticket"])
+
+    def patch_staged(self, request_id: str, fields: Sequence[str], loss_tokens: int) -> None:
+        self._call("patch_staged", request_id=request_id, fields=list(fields), loss_tokens=loss_tokens)
+
+    def eval_step(self, handle: Handle) -> int:
+        return int(self._call("eval_step", handle=handle_to_wire(handle))["ticket"])
 
     def apply_deferred_update(self) -> float:
         """Run the update held back; returns the seconds it waited for snapshots."""
@@ -77,8 +94,9 @@ class TrainerClient:
     def save_checkpoint(self, step: int, metadata: dict[str, Any]) -> int:
         return int(self._call("save_checkpoint", step=step, metadata=metadata)["ticket"])
 
-    def prepare_weight_sync(self, version: int) -> int:
-        return int(self._call("prepare_weight_sync", version=version)["ticket"])
+    def prepare_weight_sync(self, version: int, *, sync: bool = False) -> int:
+        """Publish the weights; with ``sync`` a pool without a free buffer is a failure, not a skipped round."""
+        return int(self._call("prepare_weight_sync", version=version, **({"sync": True} if sync else {}))["ticket"])
 
     def shutdown(self, *, discard: bool, timeout_s: float | None = None) -> str:
         """End the trainer; returns the digest of its final parameters, empty with ``discard``."""

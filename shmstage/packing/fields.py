@@ -18,7 +18,7 @@ Packed arrays stand at the token they belong to; nothing is shifted. `completion
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -28,6 +28,11 @@ from shmstage.memory.layout import Layout
 if TYPE_CHECKING:
     from shmstage.packing.trajectory import Trajectory
 
+OLD_LOGPS = "old_per_token_logps"
+REF_LOGPS = "ref_per_token_logps"
+SAMPLER_IS_WEIGHTS = "sampler_is_weights"
+#: written after publication where old log-probs are recomputed; ``sampler_is_weights`` exists only then
+RECOMPUTED = (OLD_LOGPS, "completion_mask", SAMPLER_IS_WEIGHTS)
 SEGMENT_IDS = "segment_ids"
 SEGMENT_POSITIONS = "segment_positions"
 
@@ -73,9 +78,15 @@ def carried_fields(optional: Iterable[str]) -> tuple[TokenField, ...]:
 
 
 def microbatch_layout(
-    rows: int, tokens: int, *, optional: frozenset[str] = frozenset(), layers: int = 0, top_k: int = 0
+    rows: int,
+    tokens: int,
+    *,
+    optional: frozenset[str] = frozenset(),
+    layers: int = 0,
+    top_k: int = 0,
+    late: Sequence[str] = (),
 ) -> Layout:
-    """The layout of a micro-batch `[rows, tokens]`.
+    """The layout of a micro-batch `[rows, tokens]`. `late` names the packed fields written after publication.
 
     `optional` holds `Trajectory`'s names of the optional fields; with `"routing"`, `layers` and `top_k` give
     `routed_experts` its shape `[rows, tokens, layers, top_k]`. Raises `LayoutError`.
@@ -94,4 +105,6 @@ def microbatch_layout(
         if field.source == "tokens":
             specs[SEGMENT_IDS] = ("int32", (rows, tokens))
             specs[SEGMENT_POSITIONS] = ("int32", (rows, tokens))
-    return Layout.of(specs)
+    for name in late:  # last in a slot, whether trajectories carry them or not
+        specs[name] = specs.pop(name, ("float32", (rows, tokens)))
+    return Layout.of(specs, late=tuple(late))

@@ -32,36 +32,42 @@ def encode_shard(part: Sequence[Trajectory]) -> bytes:
 
 
 def decode_shard(
-    data: bytes, entries: Sequence[Mapping[str, Any]], optional: Sequence[str], experts: int, file: Path
+    data: bytes,
+    entries: Sequence[Mapping[str, Any]],
+    optional: Sequence[str],
+    experts: int,
+    file: Path,
+    *,
+    remedy: str = "make the bundle anew",
 ) -> list[Trajectory]:
     """The trajectories of a shard, as views of one array per field.
 
-    `entries`, `optional` and `experts` are the manifest's. Raises `BundleError` for tensors that are not exactly
-    those, or hold what no trajectory may.
+    `entries`, `optional` and `experts` are the manifest's; `remedy` ends every error's text. Raises `BundleError`
+    for tensors that are not exactly those, or hold what no trajectory may.
     """
     try:
         tensors = safetensors.load(data)
     except Exception as error:  # the library raises whatever a malformed header makes it stumble on
-        raise BundleError(f"{file} is not a safetensors file: {error}; make the bundle anew") from None
+        raise BundleError(f"{file} is not a safetensors file: {error}; {remedy}") from None
     fields = carried_fields(optional)
     want = {field.source for field in fields} | {OFFSETS}
     if ROUTING in fields:
         want.add(ROUTING_OFFSETS)
     if tensors.keys() != want:
-        raise BundleError(f"{file} holds {sorted(tensors)}, want {sorted(want)}; make the bundle anew")
-    offsets = _checked_offsets(OFFSETS, tensors, "tokens", len(entries), file)
+        raise BundleError(f"{file} holds {sorted(tensors)}, want {sorted(want)}; {remedy}")
+    offsets = _checked_offsets(OFFSETS, tensors, "tokens", len(entries), file, remedy)
     pieces: dict[str, list[npt.NDArray[Any]]] = {}
     for field in fields:
         array = tensors[field.source]
         if array.dtype != np.dtype(field.dtype):
-            raise BundleError(f"{file}: {field.source} is {array.dtype}, want {field.dtype}; make the bundle anew")
+            raise BundleError(f"{file}: {field.source} is {array.dtype}, want {field.dtype}; {remedy}")
         cuts = offsets
         if field is ROUTING:
-            cuts = _checked_offsets(ROUTING_OFFSETS, tensors, field.source, len(entries), file)
+            cuts = _checked_offsets(ROUTING_OFFSETS, tensors, field.source, len(entries), file, remedy)
         elif array.shape != tensors["tokens"].shape:
             raise BundleError(
                 f"{file}: {field.source} has shape {list(array.shape)}, tokens {list(tensors['tokens'].shape)}; "
-                "make the bundle anew"
+                f"{remedy}"
             )
         pieces[field.source] = [array[begin:end] for begin, end in pairwise(cuts)]
     trajectories = []
@@ -76,7 +82,7 @@ def decode_shard(
                 **{name: arrays[number] for name, arrays in pieces.items()},
             )
         except TrajectoryError as error:
-            raise BundleError(f"{file}: {error}; make the bundle anew") from None
+            raise BundleError(f"{file}: {error}; {remedy}") from None
         trajectories.append(trajectory)
     return trajectories
 
@@ -86,7 +92,7 @@ def _offsets(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
 
 
 def _checked_offsets(
-    name: str, tensors: Mapping[str, npt.NDArray[Any]], of: str, count: int, file: Path
+    name: str, tensors: Mapping[str, npt.NDArray[Any]], of: str, count: int, file: Path, remedy: str
 ) -> list[int]:
     offsets, cut = tensors[name], tensors[of]
     total = len(cut) if cut.ndim else 0
@@ -99,6 +105,6 @@ def _checked_offsets(
     ):
         raise BundleError(
             f"{file}: {name} must be int64 [{count + 1}], rising from 0 to {total}, the length of {of}; "
-            f"got {offsets.dtype} {list(offsets.shape)}; make the bundle anew"
+            f"got {offsets.dtype} {list(offsets.shape)}; {remedy}"
         )
     return [int(offset) for offset in offsets]

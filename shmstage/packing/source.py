@@ -13,7 +13,16 @@ __all__ = ["BundleSource", "Group", "Source"]
 
 
 class Source(Protocol):
-    """Groups in arrival order. `replayable`: `groups(cursor)` gives the same groups again, in any process."""
+    """Groups in arrival order. `replayable`: `groups(cursor)` gives the same groups again, in any process.
+
+    What a source that is not replayable gives is journaled before it is used, and read from the journal when it is
+    needed again. `groups` is called once per process then, with the number of groups journaled so far as `cursor`: 0
+    at first; after a restart the source may go on with what it had not handed over, or ignore it and give what is new.
+
+    A source may also have `expected_groups(batch_index) -> int | None`, always the same for the same batch. With
+    `order = "prompt_batch"` a batch is then complete, and can be trained, when so many of its groups have come;
+    otherwise when the source is two batches further, or at its end.
+    """
 
     @property
     def replayable(self) -> bool: ...

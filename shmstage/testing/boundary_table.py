@@ -11,7 +11,10 @@ from shmstage.settings import Boundary
 Call = str
 
 #: what the trainer receives besides, outside the boundary's contract
-OUTSIDE = ("hello", "info", "compile", "restore_checkpoint", "get_step_timing", "release_weight_sync", "shutdown")
+OUTSIDE = (
+    *("hello", "info", "compile", "restore_checkpoint", "get_step_timing", "release_weight_sync", "shutdown"),
+    "eval_step",  # how many there are is the evaluation bundle's business
+)
 
 
 def expected_calls(
@@ -21,6 +24,7 @@ def expected_calls(
     microbatches_per_step: int,
     checkpoint_every: int = 0,
     weight_sync: bool = False,
+    recompute_old_logps: bool = False,
     end_came_late: bool = False,
 ) -> list[Call]:
     """All calls of an undisturbed run in which every planned stage finds its micro-batch packed.
@@ -38,11 +42,14 @@ def expected_calls(
         for i in range(count):
             name = f"{k}.{i}"
             defer = " defer" if planned and i == count - 1 else ""
+            scored = [f"per_token_logps {name} actor"] if recompute_old_logps else []
             if not staged or (k == 1 and i == 0):
-                calls.append(f"fwd_bwd {name}{defer}")
+                calls += [*scored, f"fwd_bwd {name}{defer}"]
                 continue
             if i > 0:
                 calls.append(f"stage_fwd_bwd {name}")
+            if scored:
+                calls += [*scored, f"patch_staged {name}"]
             calls.append(f"fwd_bwd_staged {name}{defer}")
         if count < microbatches_per_step:
             calls.append("update")
@@ -62,8 +69,12 @@ def expected_calls(
 
 
 def received_calls(records: Iterable[Mapping[str, Any]]) -> list[Call]:
-    """The trainer's own record of what it received, in the same words."""
-    return [_as_call(record) for record in records if record["command"] not in OUTSIDE]
+    """The trainer's own record of what it received, in the same words.
+
+    Reference log-probs are left out: they are asked for as soon as a micro-batch is packed, whenever that is.
+    """
+    told = (record for record in records if record["command"] not in OUTSIDE)
+    return [_as_call(record) for record in told if record.get("role") != "reference"]
 
 
 def _as_call(record: Mapping[str, Any]) -> Call:
@@ -71,6 +82,10 @@ def _as_call(record: Mapping[str, Any]) -> Call:
     if command in ("fwd_bwd", "stage_fwd_bwd", "fwd_bwd_staged"):
         defer = " defer" if record.get("defer_update") else ""
         return f"{command} {record['step']}.{record['index']}{defer}"
+    if command == "per_token_logps":
+        return f"{command} {record['step']}.{record['index']} {record['role']}"
+    if command == "patch_staged":
+        return f"{command} {record['step']}.{record['index']}"
     if command in ("apply_deferred_update", "update"):
         return command
     return f"{command} {record['version'] if command == 'prepare_weight_sync' else record['step']}"

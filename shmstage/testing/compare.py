@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     add_settings(parser)
     parser.add_argument("--json", action="store_true", help="print the verdict as one JSON object on stdout")
     args = parser.parse_args(argv)
-    for name in ("resume", "boundary", *SWITCHES):
+    for name in ("resume", "boundary", "latch", *SWITCHES):
         if getattr(args, name) is not None:
             raise SettingsError(f"--{name.replace('_', '-')}: compare runs every mode from the start; leave it out")
     settings = resolve_args(args).settings
@@ -71,7 +71,7 @@ def compare(settings: Settings, *, say: Any = lambda text: None) -> dict[str, An
     """Run everything and return the verdict with what it rests on; ``settings`` is complete."""
     # bit-identity holds for one CPU count: all arms get the same, whatever the machine does meanwhile
     os.environ.setdefault("PJRT_NPROC", str(os.cpu_count() or 1))
-    base = settings.model_copy(update={"verify": "full", "stage_wait_s": STAGE_WAIT_S})
+    base = settings.model_copy(update={"verify": "full", "stage_wait_s": STAGE_WAIT_S, "latch": False})
     say("reference loop")
     reference = run_reference(_arm(base, "reference"))
     modes: dict[str, dict[str, Any]] = {}
@@ -133,6 +133,7 @@ def _call_problems(
             microbatches_per_step=settings.microbatches_per_step,
             checkpoint_every=settings.checkpoint_every,
             weight_sync=settings.weight_sync != "off",
+            recompute_old_logps=settings.recompute_old_logps,
             end_came_late=late,
         )
         # whether the feeder had seen the end by the last call depends on speed; both are in the contract

@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 
 from shmstage.child import Lifeline, run_child
+from shmstage.memory.layout import Layout
+from shmstage.orchestrator.assembly import late_fields, layout_of, plan_settings
+from shmstage.orchestrator.importance import sampler_is_weights
 from shmstage.orchestrator.input import load_input
 from shmstage.orchestrator.intake import Intake
-from shmstage.orchestrator.session import layout_of, plan_settings, write_summary
+from shmstage.orchestrator.session import write_summary
+from shmstage.packing.fields import OLD_LOGPS, REF_LOGPS, SAMPLER_IS_WEIGHTS
 from shmstage.settings import Settings
 from shmstage.testing.engines_placing import place_private_copies
 from shmstage.testing.numpy_packer import pack_with_numpy
@@ -23,53 +27,69 @@ from shmstage.trainer.digests import param_digest, payload_digest
 from shmstage.trainer.load import load_engine
 
 
-def steps_of(settings: Settings, payload_digests: list[list[str]]) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
-    """(number, micro-batches) as the settings bound them; notes the payload digest of each micro-batch."""
+def steps_of(settings: Settings, layout: Layout) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
+    """(number, micro-batches) as the settings bound them; late fields that no trajectory carries are zero."""
     source = load_input(settings)
-    layout = layout_of(source.first, settings)
     number = 1
     microbatches: list[Mapping[str, Any]] = []
-    payload_digests.append([])
-    for planned in Intake(source, plan_settings(settings), passes=source.passes):
+    absent = {f.name: np.zeros(f.shape, f.dtype) for f in layout.fields if f.late}
+    for planned in Intake(source, plan_settings(settings), passes=source.passes, order=settings.order):
         trajectories = {key: arrival.trajectory for key, arrival in planned.arrivals.items()}
-        arrays = pack_with_numpy(planned.plan, trajectories, settings.tokens)
-        payload_digests[-1].append(payload_digest({field.name: arrays[field.name] for field in layout.fields}))
-        microbatches.append(arrays)
+        microbatches.append(absent | pack_with_numpy(planned.plan, trajectories, settings.tokens))
         if len(microbatches) == settings.microbatches_per_step:
             yield number, microbatches
             if number == settings.step_cap:
                 return
             number, microbatches = number + 1, []
-            payload_digests.append([])
     if microbatches:
         yield number, microbatches
-    else:
-        payload_digests.pop()
 
 
 def run(settings: Settings) -> dict[str, Any]:
     engine = load_engine(settings.engine, settings.engine_settings, checkpoint_dir=None)
-    layout = layout_of(load_input(settings).first, settings)
+    layout = layout_of(load_input(settings).first, settings, late=late_fields(settings))
     shardings = engine.shardings(layout)
     initial = param_digest(engine)
-    payload_digests: list[list[str]] = []
+    payload_digests: list[list[str]] = [[]]
     losses: list[float] = []
     denominators: list[float] = []
+
+    def place(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        scored = with_scores(engine, arrays, shardings, settings)
+        payload_digests[-1].append(payload_digest({field.name: scored[field.name] for field in layout.fields}))
+        return place_private_copies(scored, shardings)
 
     def record(number: int, metrics: Mapping[str, Any]) -> None:
         losses.append(float(np.asarray(metrics["loss"])))
         denominators.append(float(np.asarray(metrics["denominator"])))
+        payload_digests.append([])
 
-    steps = steps_of(settings, payload_digests)
-    reference_loop(engine, steps, lambda arrays: place_private_copies(arrays, shardings), record)
+    reference_loop(engine, steps_of(settings, layout), place, record)
     return {
         "steps": len(losses),
         "losses": losses,
         "denominators": denominators,
-        "payload_digests": payload_digests,
+        "payload_digests": payload_digests[:-1],
         "initial_param_digest": initial,
         "param_digest": param_digest(engine),
     }
+
+
+def with_scores(
+    engine: Any, arrays: Mapping[str, Any], shardings: Mapping[str, Any], settings: Settings
+) -> Mapping[str, Any]:
+    """The micro-batch with its late fields, scored under the reference and under the parameters as they are now."""
+    if settings.reference_logps:
+        placed = place_private_copies(arrays, shardings)
+        arrays = {**arrays, REF_LOGPS: np.array(engine.per_token_logps(placed, "reference"))}
+    if settings.recompute_old_logps:
+        placed = place_private_copies(arrays, shardings)
+        recomputed = np.array(engine.per_token_logps(placed, "actor"))
+        weights = sampler_is_weights(
+            arrays[OLD_LOGPS], recomputed, arrays["completion_mask"], settings.sampler_is_cap
+        )
+        arrays = {**arrays, OLD_LOGPS: recomputed, SAMPLER_IS_WEIGHTS: weights}
+    return arrays
 
 
 def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:

@@ -15,7 +15,8 @@ from statistics import median
 class BoundaryInstants:
     """Raw instants of the boundary from step k to k+1, all in ns on the trainer's monotonic clock.
 
-    ``last_finished``: L, step k's last micro-batch, is done. ``first_ready``: F, step k+1's first, is done.
+    ``last_finished``: L, step k's last micro-batch, is done. ``first_ready``: F, step k+1's first, is done;
+    ``first_patch_ready``: its late fields are on the device, 0 if it has none.
     """
 
     last_finished: int
@@ -24,6 +25,7 @@ class BoundaryInstants:
     first_dispatched: int
     first_staged_ready: int
     first_ready: int
+    first_patch_ready: int = 0
 
 
 def boundary_idle_s(at: BoundaryInstants, microbatch_s: float | None) -> float:
@@ -32,7 +34,7 @@ def boundary_idle_s(at: BoundaryInstants, microbatch_s: float | None) -> float:
     ``microbatch_s`` is the calibrated time of one micro-batch (``calibrated_microbatch_s``); ``None`` leaves the
     second estimator out.
     """
-    started = max(at.first_dispatched, at.update_landed, at.first_staged_ready)
+    started = max(at.first_dispatched, at.update_landed, at.first_staged_ready, at.first_patch_ready)
     before_update = max(0, at.update_dispatched - at.last_finished)
     idle_ns = started - at.update_landed + before_update
     if microbatch_s is not None:

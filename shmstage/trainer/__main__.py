@@ -57,9 +57,7 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
         while not worker.finished and not ending.is_due():
             pending = server.next_request(POLL_S)
             if pending is not None:
-                if pending.hello is not None:
-                    ending.orchestrator_is(pending.hello)
-                _answer(pending, worker, server, identity)
+                _answer(pending, worker, server, identity, ending)
 
 
 @final
@@ -99,10 +97,13 @@ class _Ending:
             self._orchestrator = None
 
 
-def _answer(pending: Pending, worker: Worker, server: Server, identity: ProcessIdentity) -> None:
+def _answer(
+    pending: Pending, worker: Worker, server: Server, identity: ProcessIdentity, ending: _Ending
+) -> None:
     try:
         if pending.hello is not None:
             info = worker.attach(pending.hello)
+            ending.orchestrator_is(pending.hello)
             me = (identity.pid, identity.start_ticks, identity.lock_path)
             pending.welcome(Welcome(PROTOCOL_VERSION, server.incarnation, *me, info))
         else:

@@ -60,6 +60,10 @@ class Attachment:
         self.layout(handle.layout_id)
         return self._reader.lease(handle)
 
+    def is_aux(self, handle: Handle) -> bool:
+        """True for a slot that no micro-batch to be trained lies in."""
+        return handle.slot >= self._reader.slots
+
     def end_withdrawn(self, pairs: Sequence[Sequence[int]]) -> None:
         """End the leases of slots the producer took back; one it has reused since needs no ending."""
         for slot, generation in pairs:

@@ -62,22 +62,29 @@ class Completions:
         end_ns: int,
         on_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """Watch a program. ``name`` is (request id, step, index); ``on_over`` runs before the event is emitted."""
+        """Watch a program. ``name`` is (request id, step, index); ``on_over`` runs before the event is emitted.
+
+        ``kind`` is ``"fwd_bwd"`` (the first attempt), ``"replay"`` (the same micro-batch again, after it overflowed) or
+        ``"update"``. A micro-batch is over when the last of its events is out, and they all precede the update's.
+        """
         request_id, step, index = name
-        updates = kind == "update"
-        self._timing.dispatched(step, request_id, -1 if updates else index, begin_ns, end_ns)
+        updates, replays = kind == "update", kind == "replay"
+        if replays:
+            self._timing.replayed(step, request_id, begin_ns, end_ns)
+        else:
+            self._timing.dispatched(step, request_id, -1 if updates else index, begin_ns, end_ns)
         if updates:
             self.health.update_began(step)
 
         def on_ready(ready_ns: int, error: str) -> None:
             on_over()
-            self._timing.ready(step, request_id, ready_ns)
+            self._timing.ready(step, request_id, ready_ns, replay=replays)
             if updates:
                 error = self.health.update_verdict(step, error)
             stamps = {"dispatch_begin_ns": begin_ns, "dispatch_end_ns": end_ns, "ready_ns": ready_ns}
             error = self._report(TokenEvent(0, kind, request_id, step, index, not error, error, stamps))
             if updates:
-                self.health.update_over(step, error)
+                self.health.update_over(step, error, ready_ns)
             else:
                 self.health.forward_over(step, error and f"{kind} of {request_id}: {error}")
 

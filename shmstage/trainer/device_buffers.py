@@ -1,8 +1,8 @@
 """Device buffers: how many micro-batches may be on the devices, and when one's memory is free again.
 
 Two releases, and they are different things. The *slot* is released when the copy out of it is proven over; the
-*device buffer* is retired when its micro-batch is settled (the engine will not run it again), its last token has
-resolved and, where arrays alias host memory, JAX has dropped them. ``aliasing.py`` says why.
+*device buffer* is retired when its micro-batch is settled (the engine will not run it again), every token of it, a
+replay's too, has resolved and, where arrays alias host memory, JAX has dropped them. ``aliasing.py`` says why.
 """
 
 from __future__ import annotations
@@ -65,23 +65,28 @@ class StagedBatch:
 
 @dataclass(slots=True)
 class _Buffer:
-    """One place. ``use`` numbers its uploads, so that news of an old one is told apart."""
+    """One place. ``use`` numbers its uploads, so that news of an old one is told apart.
+
+    ``computing`` are the tokens over its arrays that have not resolved, numbered as they were dispatched; the first is
+    among them from the upload on.
+    """
 
     use: int = 0
     holder: str = ""
     settled: bool = True
-    resolved: bool = True
     dropped: bool = True
+    dispatched: int = 0
+    computing: set[int] = field(default_factory=set)
     memory: np.ndarray[Any, Any] = field(default_factory=lambda: np.empty(0, np.uint8))
 
     @property
     def retired(self) -> bool:
-        return self.settled and self.resolved and self.dropped
+        return self.settled and self.dropped and not self.computing
 
     def why_held(self) -> str:
         if not self.settled:
             return f"{self.holder} is not trained or not settled"
-        if not self.resolved:
+        if self.computing:
             return f"{self.holder} is still being computed"
         return f"the arrays of {self.holder} are still referenced"
 
@@ -106,7 +111,7 @@ class DeviceBuffers:
         self._watch = watch
         self._timeout_s = timeout_s
         self._cancelled = cancelled
-        self._news: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[str, int, int, int]] = queue.SimpleQueue()
         self._placements: dict[int, Layout] = {}
 
     def upload(
@@ -131,25 +136,33 @@ class DeviceBuffers:
         else:
             arrays, report = self._from_slot(lease, shardings, keep_lease, on_ready)
             buffer.dropped = True
-        buffer.holder, buffer.settled, buffer.resolved = lease.handle.request_id, False, False
+        buffer.holder, buffer.settled = lease.handle.request_id, False
+        buffer.dispatched, buffer.computing = 0, {0}
         self._watch(list(arrays.values()), report)
         return StagedBatch(buffer.holder, number, arrays)
 
     # --- what lets a place go -------------------------------------------------------------------------------
 
     def settled(self, buffer: int) -> None:
-        """The engine will not run this place's micro-batch again."""
+        """The engine will not run this place's micro-batch again; its tokens are known by now."""
         self._buffers[buffer].settled = True
 
     def resolver(self, buffer: int) -> Callable[[], None]:
-        """What to call, from any thread, once the last token of the place's micro-batch has resolved."""
-        use = self._buffers[buffer].use
-        return lambda: self._news.put(("resolved", buffer, use))
+        """A program over the place's arrays is being dispatched: what to call, from any thread, when it is over.
+
+        One per program; calling it twice is harmless.
+        """
+        place = self._buffers[buffer]
+        use, number = place.use, place.dispatched
+        place.dispatched += 1
+        place.computing.add(number)
+        return lambda: self._news.put(("resolved", buffer, use, number))
 
     def discard(self, batch: StagedBatch) -> None:
         """Give up a batch that no program was given."""
         batch.take()
-        self._buffers[batch.buffer].settled = self._buffers[batch.buffer].resolved = True
+        self._buffers[batch.buffer].settled = True
+        self._buffers[batch.buffer].computing.clear()
 
     def retired(self) -> list[int]:
         """The places free now."""
@@ -175,7 +188,7 @@ class DeviceBuffers:
             buffer.memory = aligned_buffer(placement.nbytes, aliasing.ALIGNMENT)
         use = buffer.use
         buffer.dropped = False
-        base = aliasing.exported(buffer.memory, lambda: self._news.put(("dropped", number, use)))
+        base = aliasing.exported(buffer.memory, lambda: self._news.put(("dropped", number, use, 0)))
         views = placement.views(base, 0)
         for name, source in sources.items():
             copy_bytes(views[name], source)
@@ -232,7 +245,7 @@ class DeviceBuffers:
             )
         if self._cancelled():
             raise CancelledError("the wait for a device buffer was given up: a new handshake or a stop is waiting")
-        dropping = any(b.settled and b.resolved for b in self._buffers)
+        dropping = any(b.settled and not b.computing for b in self._buffers)
         if dropping:
             aliasing.nudge()
         try:
@@ -247,13 +260,13 @@ class DeviceBuffers:
             except queue.Empty:
                 return
 
-    def _take(self, news: tuple[str, int, int]) -> None:
-        what, number, use = news
+    def _take(self, news: tuple[str, int, int, int]) -> None:
+        what, number, use, token = news
         buffer = self._buffers[number]
         if buffer.use != use:
             return
         if what == "resolved":
-            buffer.resolved = True
+            buffer.computing.discard(token)
         else:
             buffer.dropped = True
 

@@ -6,6 +6,7 @@ and returns. Completion is what its *tokens* say.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -50,17 +51,29 @@ class TrainEngine(Protocol):
         """Scalars of the last update, fresh outputs: ``loss``, ``grad_norm``, ``denominator``, others."""
 
     def save(self, step: int, metadata: Mapping[str, object]) -> Snapshot:
-        """References to the state as the last update left it; no copy, no wait."""
+        """References to the state as the last update left it; no copy, no wait.
+
+        ``metadata`` is complete when ``copy_to_host`` is called, not before: it then says when the update landed
+        (``landed_ns`` on the monotonic clock, ``landed_wall_s``). Keep the reference and read it in ``write``.
+        """
 
     def restore(self) -> Mapping[str, object] | None:
         """Load the highest complete checkpoint and return its metadata with ``"step"`` added.
 
+        An engine may take ``at_most: int | None = None``, the highest step to look at. A restart passes it, so that a
+        step whose line was not written is trained again; an engine without it leaves a hole in ``steps.jsonl``.
         ``None`` if there is none; the parameters then stay as they are. Accumulated gradients, denominators and
         metrics are zero afterwards in both cases.
         """
 
     def weights(self) -> Mapping[str, jax.Array]:
         """References to the parameters as the last update left them, by path, in tree order."""
+
+
+def restored(engine: TrainEngine, at_most: int | None) -> Mapping[str, object] | None:
+    """``engine.restore``, bounded if the engine can: one that cannot takes its newest checkpoint."""
+    bounded = at_most is not None and "at_most" in inspect.signature(engine.restore).parameters
+    return engine.restore(at_most=at_most) if bounded else engine.restore()  # type: ignore[call-arg]
 
 
 class OptionalMethods(Protocol):
@@ -72,10 +85,12 @@ class OptionalMethods(Protocol):
     def compile(self, example: Mapping[str, jax.ShapeDtypeStruct]) -> None:
         """Compile the programs for micro-batches of these shapes, dtypes and shardings. May wait."""
 
-    def settle(self, upto: int) -> None:
+    def settle(self, upto: int) -> Mapping[int, jax.Array] | None:
         """Read the overflow flags through the ``upto``-th ``fwd_bwd`` of this step (from 1), dispatch replays.
 
-        After it returns, those micro-batches' arrays are not read by any program not yet dispatched.
+        Returns the replays' tokens by the number of the ``fwd_bwd``; a micro-batch is over when its replay's token is.
+        After it returns, those micro-batches' arrays are not read by any program not yet dispatched. Only engines that
+        may overflow have it.
         """
 
     def per_token_logps(self, batch: Batch, role: str) -> jax.Array:

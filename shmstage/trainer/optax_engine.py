@@ -4,13 +4,15 @@
 
 ``loss_fn(params, batch) -> (loss_sum f32[], denominator f32[], metrics)`` returns *sums* over the micro-batch's
 tokens, never means: with packed rows a mean of means weighs tokens of short micro-batches many times too much.
+
+A loss that may drop tokens (experts with a capacity) is replayed where it did:
+
+    engine = OptaxEngine(loss_fn, params, optimizer, replay_loss_fn=dropless_loss_fn)
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -25,9 +27,9 @@ from shmstage.trainer.checkpoints import CheckpointStore, OrbaxStore
 from shmstage.trainer.engine import Batch
 from shmstage.trainer.host_copy import host_copy
 from shmstage.trainer.jax_seam import partition_spec, wait_ready
+from shmstage.trainer.optax_programs import LossFn, PyTree, metric_names, programs_of, programs_on_mesh
+from shmstage.trainer.replays import Replays
 
-PyTree = Any
-LossFn = Callable[[PyTree, Batch], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
 LogpsFn = Callable[[PyTree, Batch], jax.Array]
 
 
@@ -44,6 +46,11 @@ class OptaxEngine:
     ``checkpoint_dir`` keeps checkpoints through orbax, ``store`` in any other way.
     ``logps_fn(params, batch) -> f32[rows, tokens]`` makes ``per_token_logps`` work: role ``"actor"`` uses the current
     parameters, ``"reference"`` the ones the engine started with (kept only if ``logps_fn`` is given).
+
+    With ``replay_loss_fn``, which drops nothing and returns what a loss function returns, ``loss_fn`` returns a fourth
+    value, ``overflow bool[]``: where it is true nothing of that attempt counts, and ``settle`` runs ``replay_loss_fn``
+    over the same arrays. Additions have one order whoever settles: that of the micro-batches, each replay after the
+    first attempt of the micro-batch that follows it. Evaluations use ``replay_loss_fn``.
     """
 
     snapshots = True
@@ -59,21 +66,23 @@ class OptaxEngine:
         *,
         store: CheckpointStore | None = None,
         logps_fn: LogpsFn | None = None,
+        replay_loss_fn: LossFn | None = None,
     ) -> None:
         self._mesh = mesh
         self._batch_spec = batch_spec
         self._loss_fn = loss_fn
+        self._replay_loss_fn = replay_loss_fn
+        self._replays = Replays() if replay_loss_fn is not None else None
         self._store = store
         if store is None and checkpoint_dir is not None:
             self._store = OrbaxStore(Path(checkpoint_dir))
         self._params = jax.tree.map(self._own, params)
         self._reference = jax.tree.map(self._own, params) if logps_fn is not None else None
         # optimizer state lies where the parameter it belongs to lies; scalars are replicated
-        programs = _programs(loss_fn, optimizer)
-        self._opt_state = jax.tree.map(self._own, programs.init(self._params))
+        self._programs = programs_of(loss_fn, optimizer, replay_loss_fn)
+        self._opt_state = jax.tree.map(self._own, self._programs.init(self._params))
         self._sums: PyTree | None = None
         self._metrics: dict[str, jax.Array] = {}
-        self._forward, self._update, self._evaluate = programs.forward, programs.update, programs.evaluate
         self._optimizer = optimizer
         self._compiled_for_mesh = False
         self._logps = jax.jit(logps_fn) if logps_fn is not None else None
@@ -119,30 +128,56 @@ class OptaxEngine:
         if self._sums is None:
             self._begin(batch)
         token: jax.Array
-        self._sums, token = self._forward(self._params, self._sums, batch)
+        if self._replays is None:
+            self._sums, token = self._programs.forward(self._params, self._sums, batch)
+            return token
+        # for a caller that never settles; in the worker it is done by now
+        self._settle(self._replays.attempts - 1)
+        self._sums, token, overflow = self._programs.forward(self._params, self._sums, batch)
+        self._replays.attempted(batch, overflow)
+        return token
+
+    @property
+    def settle(self) -> Callable[[int], dict[int, jax.Array]]:
+        """``settle(upto)`` of ``OptionalMethods``; there only with ``replay_loss_fn``."""
+        if self._replays is None:
+            raise AttributeError("this OptaxEngine was made without replay_loss_fn: nothing overflows")
+        return self._settle
+
+    def _settle(self, upto: int) -> dict[int, jax.Array]:
+        return {} if self._replays is None else self._replays.settle(upto, self._replay)
+
+    def _replay(self, batch: Batch) -> jax.Array:
+        token: jax.Array
+        self._sums, token = self._programs.replay(self._params, self._sums, batch)
         return token
 
     def update(self) -> jax.Array:
         if self._sums is None:
             raise EngineError("update: no micro-batch was accumulated")
+        if self._replays is not None:
+            self._settle(self._replays.attempts)
+            self._replays.clear()
         state = (self._params, self._opt_state, self._sums)
         token: jax.Array
-        self._params, self._opt_state, self._sums, self._metrics, token = self._update(*state)
+        self._params, self._opt_state, self._sums, self._metrics, token = self._programs.update(*state)
         return token
 
     def metrics(self) -> dict[str, jax.Array]:
         return dict(self._metrics)
 
     def compile(self, example: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        """Compile forward and update for one layout; the calls that follow find the programs in JAX's cache."""
+        """Compile forward, replay and update for one layout; the calls that follow find the programs in JAX's cache."""
         if self._sums is None:
             self._begin(example)
-        self._forward.lower(self._params, self._sums, dict(example)).compile()
-        self._update.lower(self._params, self._opt_state, self._sums).compile()
+        for program in (self._programs.forward, self._programs.replay):
+            if program is not None:
+                program.lower(self._params, self._sums, dict(example)).compile()
+        self._programs.update.lower(self._params, self._opt_state, self._sums).compile()
 
     def eval_step(self, batch: Batch) -> dict[str, jax.Array]:
         """Sums over one micro-batch: ``loss_sum``, ``denominator`` and the loss function's own."""
-        loss_sum, denominator, metrics = self._evaluate(self._params, batch)
+        loss_sum, denominator, metrics = self._programs.evaluate(self._params, batch)
         return {"loss_sum": loss_sum, "denominator": denominator, **metrics}
 
     def per_token_logps(self, batch: Batch, role: str) -> jax.Array:
@@ -156,20 +191,18 @@ class OptaxEngine:
         sums = self._zero_sums(batch)
         if self._mesh is not None and not self._compiled_for_mesh:
             self._compiled_for_mesh = True
-            # outputs lie where the donated inputs lay: otherwise the second step would compile again
-            at = jax.tree.map(lambda leaf: leaf.sharding, (self._params, self._opt_state, sums))
-            forward, update = _forward_program(self._loss_fn), _update_program(self._optimizer)
-            self._forward = jax.jit(forward, donate_argnums=1, out_shardings=(at[2], None))
-            self._update = jax.jit(update, donate_argnums=(0, 1, 2), out_shardings=(*at, None, None))
+            state = (self._params, self._opt_state, sums)
+            self._programs = programs_on_mesh(self._loss_fn, self._optimizer, self._replay_loss_fn, state)
         self._sums = sums
 
     def _zero_sums(self, batch: Mapping[str, Any]) -> PyTree:
-        loss, denominator, metrics = jax.eval_shape(self._loss_fn, self._params, dict(batch))
-        for name, value in {**metrics, "loss_sum": loss, "denominator": denominator}.items():
-            if value.shape != ():
-                raise EngineError(f"loss_fn returned {name} of shape {value.shape}; want a scalar sum")
+        names = metric_names(self._loss_fn, self._params, batch, may_overflow=self._replays is not None)
+        if self._replay_loss_fn is not None:
+            again = metric_names(self._replay_loss_fn, self._params, batch)
+            if again != names:
+                raise EngineError(f"replay_loss_fn returned the metrics {again}; loss_fn returns {names}")
         scalars = {name: jnp.zeros((), jnp.float32) for name in ("loss", "denominator")}
-        own = {name: jnp.zeros((), jnp.float32) for name in metrics}
+        own = {name: jnp.zeros((), jnp.float32) for name in names}
         grads = jax.tree.map(lambda p: _zeros_like(p), self._params)
         return {"grads": grads, **jax.tree.map(self._own, {**scalars, "metrics": own})}
 
@@ -184,11 +217,16 @@ class OptaxEngine:
             raise CheckpointError(f"checkpoint {step}: the engine was made without checkpoint_dir")
         return OptaxSnapshot(self._store, step, (self._params, self._opt_state), metadata)
 
-    def restore(self) -> dict[str, object] | None:
+    def restore(self, at_most: int | None = None) -> dict[str, object] | None:
         self._sums, self._metrics = None, {}
+        if self._replays is not None:
+            self._replays.clear()
         steps = self._store.steps() if self._store is not None else []
         if self._store is None or not steps:
             return None
+        steps = [step for step in steps if at_most is None or step <= at_most]
+        if not steps:
+            raise CheckpointError(f"no checkpoint of step {at_most} or before is left; start anew with another --out")
         state = (self._params, self._opt_state)
         template = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
         loaded, metadata = self._store.load(steps[-1], template)
@@ -206,7 +244,7 @@ class OptaxSnapshot:
         self._store = store
         self._step = step
         self._state = state
-        self._metadata = dict(metadata)
+        self._metadata = metadata
 
     def copy_to_host(self) -> None:
         self._state = jax.tree.map(host_copy, self._state)
@@ -220,62 +258,3 @@ class OptaxSnapshot:
 def _zeros_like(param: jax.Array) -> jax.Array:
     # at least float32: a sum over many micro-batches in bfloat16 loses the small ones
     return jnp.zeros(param.shape, jnp.promote_types(param.dtype, jnp.float32), device=param.sharding)
-
-
-@dataclass(frozen=True, slots=True)
-class _Programs:
-    init: Callable[..., Any]
-    forward: Any
-    update: Any
-    evaluate: Any
-
-
-@functools.lru_cache(maxsize=16)
-def _programs(loss_fn: LossFn, optimizer: Any) -> _Programs:
-    """Jitted once per loss and optimizer, so that a second engine over the same two compiles nothing again."""
-    return _Programs(
-        init=jax.jit(optimizer.init),
-        forward=jax.jit(_forward_program(loss_fn), donate_argnums=1),
-        update=jax.jit(_update_program(optimizer), donate_argnums=(0, 1, 2)),
-        evaluate=jax.jit(loss_fn),
-    )
-
-
-def _forward_program(loss_fn: LossFn) -> Callable[..., Any]:
-    def forward(params: PyTree, sums: PyTree, batch: Batch) -> tuple[PyTree, jax.Array]:
-        def loss_sum(params: PyTree) -> tuple[jax.Array, Any]:
-            loss, denominator, metrics = loss_fn(params, batch)
-            return loss.astype(jnp.float32), (denominator, metrics)
-
-        (loss, (denominator, metrics)), grads = jax.value_and_grad(loss_sum, has_aux=True)(params)
-        new = {
-            "grads": grads,
-            "loss": loss,
-            "denominator": denominator,
-            "metrics": metrics,
-        }
-        # the token is an output of its own: the sums are donated to the next call and cannot be waited for
-        return jax.tree.map(lambda total, part: total + part.astype(total.dtype), sums, new), loss
-
-    return forward
-
-
-def _update_program(optimizer: Any) -> Callable[..., Any]:
-    def update(params: PyTree, opt_state: PyTree, sums: PyTree) -> tuple[Any, ...]:
-        denominator = sums["denominator"]
-        divisor = jnp.where(denominator > 0, denominator, 1.0)
-        grads = jax.tree.map(lambda total, p: (total / divisor).astype(p.dtype), sums["grads"], params)
-        squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(grads)]
-        changes, opt_state = optimizer.update(grads, opt_state, params)
-        params = jax.tree.map(lambda p, change: (p + change).astype(p.dtype), params, changes)
-        metrics = {
-            **{name: total / divisor for name, total in sums["metrics"].items()},
-            "loss": sums["loss"] / divisor,
-            "grad_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
-            # a copy, not the donated sum itself
-            "denominator": denominator + 0,
-        }
-        token = divisor + 0
-        return params, opt_state, jax.tree.map(jnp.zeros_like, sums), metrics, token
-
-    return update

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -9,11 +10,11 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from shmstage.errors import EngineError, ProtocolError
+from shmstage.errors import EngineError, ProtocolError, WaitTimeoutError
 from shmstage.memory.handle import Handle
 from shmstage.memory.reader import Lease
 from shmstage.trainer.completions import Completions
-from shmstage.trainer.device_buffers import DeviceBuffers, StagedBatch
+from shmstage.trainer.device_buffers import DeviceBuffers
 from shmstage.trainer.digests import payload_digest
 from shmstage.trainer.engine import TrainEngine
 from shmstage.trainer.gate import Gate
@@ -26,7 +27,10 @@ FIELD_OF_ROLE = {"actor": "old_per_token_logps", "reference": "ref_per_token_log
 
 @final
 class Scorer:
-    """Runs the engine's optional ``per_token_logps`` and ``eval_step`` and patches what is staged."""
+    """Runs the engine's optional ``per_token_logps`` and ``eval_step`` and patches what is staged.
+
+    ``buffers`` are its own: what is scored by handle never takes a place of what is trained.
+    """
 
     def __init__(
         self,
@@ -36,6 +40,7 @@ class Scorer:
         completions: Completions,
         snapshots: Snapshots,
         stepper: Stepper,
+        timeout_s: float = 600.0,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._engine = engine
@@ -44,6 +49,7 @@ class Scorer:
         self._completions = completions
         self._snapshots = snapshots
         self._stepper = stepper
+        self._timeout_s = timeout_s
         self._clock_ns = clock_ns
 
     def score_staged(self, request_id: str, role: str) -> int:
@@ -53,23 +59,29 @@ class Scorer:
         stage = self._stepper.stage
         assert stage is not None
         logps = self._optional("per_token_logps")(stage.batch.arrays, role)
-        return self._write_later(stage.handle, logps, stage.lease, role)
+        return self._write_later(stage.handle, logps, stage.lease, role, lambda: None)
 
     def score(self, handle: Handle, role: str) -> int:
-        """Score a slot's micro-batch before it is trained. Its lease is kept if there is a late field to write."""
+        """Score a slot's micro-batch; returns a ticket. A training slot keeps its lease: it is still to be trained."""
+        name, score = _field(role), self._optional("per_token_logps")
         attachment = self._stepper.attachment
-        keep = _field(role) in attachment.layout(handle.layout_id).late_names
+        keep = not attachment.is_aux(handle)
         lease = attachment.lease(handle)
-        batch = self._buffers.upload(lease, attachment.shardings(handle.layout_id), keep_lease=keep)
-        logps = self._run(batch, lambda arrays: self._optional("per_token_logps")(arrays, role))
-        return self._write_later(handle, logps, lease if keep else None, role)
+        logps, check_upload = self._run(lease, lambda arrays: score(arrays, role), keep_lease=keep)
+        writes = keep and name in attachment.layout(handle.layout_id).late_names
+        return self._write_later(handle, logps, lease if writes else None, role, check_upload)
 
     def eval_step(self, handle: Handle) -> int:
-        """Evaluate a slot's micro-batch; returns a ticket for the engine's numbers."""
-        attachment = self._stepper.attachment
-        batch = self._buffers.upload(attachment.lease(handle), attachment.shardings(handle.layout_id))
-        numbers = self._run(batch, self._optional("eval_step"))
-        return self._snapshots.submit("eval", handle.step, lambda: as_numbers(numbers))
+        """Evaluate a slot's micro-batch, which is used up by it; returns a ticket for the engine's numbers."""
+        evaluate = self._optional("eval_step")
+        numbers, check_upload = self._run(self._stepper.attachment.lease(handle), evaluate, keep_lease=False)
+
+        def resolve() -> dict[str, object]:
+            found = as_numbers(numbers)
+            check_upload()
+            return found
+
+        return self._snapshots.submit("eval", handle.step, resolve)
 
     def patch_staged(self, request_id: str, fields: list[str], loss_tokens: int) -> None:
         """Read late fields of the staged micro-batch from its slot again; patching twice changes nothing.
@@ -99,12 +111,39 @@ class Scorer:
                 stage.lease = None
         self._stepper.replace_staged(stage, arrays, loss_tokens)
 
-    def _write_later(self, handle: Handle, logps: jax.Array, lease: Lease | None, role: str) -> int:
+    def _write_later(
+        self, handle: Handle, logps: jax.Array, lease: Lease | None, role: str, check_upload: Callable[[], None]
+    ) -> int:
         name = _field(role)
-        return self._snapshots.submit("logps", handle.step, lambda: _write_late(handle, name, logps, lease))
 
-    def _run(self, batch: StagedBatch, program: Callable[[Mapping[str, jax.Array]], Any]) -> Any:
-        """Dispatch a program over a batch that is not trained now, and let its buffer go when that is over."""
+        def resolve() -> dict[str, object]:
+            values = host_copy(logps)
+            check_upload()
+            return _write_late(handle, name, values, lease)
+
+        return self._snapshots.submit("logps", handle.step, resolve)
+
+    def _run(
+        self, lease: Lease, program: Callable[[Mapping[str, jax.Array]], Any], *, keep_lease: bool
+    ) -> tuple[Any, Callable[[], None]]:
+        """Upload, dispatch a program, and let the buffer go when that is over.
+
+        Returns the results and what raises, on another thread, if they were computed from a slot that had moved on.
+        """
+        uploaded, errors = threading.Event(), list[str]()
+
+        def on_uploaded(ready_ns: int, error: str) -> None:
+            errors.append(error)
+            uploaded.set()
+
+        def check_upload() -> None:
+            if not uploaded.wait(self._timeout_s):
+                raise WaitTimeoutError(f"upload of {lease.handle.request_id} not reported after {self._timeout_s:g} s")
+            if errors[0]:
+                raise EngineError(f"upload of {lease.handle.request_id}: {errors[0]}")
+
+        shardings = self._stepper.attachment.shardings(lease.handle.layout_id)
+        batch = self._buffers.upload(lease, shardings, on_uploaded, keep_lease=keep_lease)
         resolved = self._buffers.resolver(batch.buffer)
         self._buffers.settled(batch.buffer)
         try:
@@ -113,7 +152,7 @@ class Scorer:
             resolved()
             raise
         self._completions.watch(results, resolved)
-        return results
+        return results, check_upload
 
     def _optional(self, method: str) -> Callable[..., Any]:
         found = getattr(self._engine, method, None)
@@ -140,11 +179,20 @@ def _field(role: str) -> str:
     return FIELD_OF_ROLE[role]
 
 
-def _write_late(handle: Handle, name: str, logps: jax.Array, lease: Lease | None) -> dict[str, object]:
-    values = host_copy(logps)
-    written = lease is not None and name in lease.late_views
-    if lease is not None and written:
-        np.copyto(lease.late_views[name], values, casting="same_kind")
+def _write_late(
+    handle: Handle, name: str, values: np.ndarray[Any, Any], lease: Lease | None
+) -> dict[str, object]:
+    """Put scores into their late field; the digest is of what the field holds then."""
+    version = 0
+    if lease is not None and name in lease.late_views:
+        field = lease.late_views[name]
+        np.copyto(field, values, casting="same_kind")
         lease.commit_late(name)
-    digest = payload_digest({name: values})
-    return {"request_id": handle.request_id, "field": name, "written": written, "digest": digest}
+        values, version = field, lease.late_version(name)
+    return {
+        "request_id": handle.request_id,
+        "field": name,
+        "written": version > 0,
+        "version": version,
+        "digest": payload_digest({name: values}),
+    }

@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from shmstage.errors import WaitTimeoutError
+from shmstage.errors import CancelledError, WaitTimeoutError
 from shmstage.trainer.reporting import describe, python_numbers, report
 from shmstage.wire.messages import TicketEvent
 
 log = logging.getLogger(__name__)
+
+POLL_S = 0.05
 
 Copy = Callable[[], Mapping[str, object] | None]
 Write = Callable[[], Mapping[str, object]]
@@ -45,11 +47,16 @@ class Snapshots:
         emit: Callable[[TicketEvent], None],
         *,
         on_done: Callable[[str, int, str], None] = lambda kind, step, error: None,
+        cancelled: Callable[[], bool] = lambda: False,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """``on_done(kind, step, error)`` runs before the ticket's event is emitted, on a snapshot thread."""
+        """``on_done(kind, step, error)`` runs before the ticket's event is emitted, on a snapshot thread.
+
+        ``cancelled`` is polled by ``wait_copies``.
+        """
         self._emit = emit
         self._on_done = on_done
+        self._cancelled = cancelled
         self._clock_ns = clock_ns
         self._number = 0
         self._holding: list[_Ticket] = []
@@ -79,14 +86,19 @@ class Snapshots:
         return ticket.number
 
     def wait_copies(self, timeout_s: float) -> float:
-        """Wait until no copy needs the arrays the next update donates; returns the seconds waited."""
+        """Wait until no copy needs the arrays the next update donates; returns the seconds waited.
+
+        Raises ``WaitTimeoutError`` at the deadline, ``CancelledError`` if a new handshake or a stop is waiting; the
+        copies go on then.
+        """
         begin = time.monotonic()
         for ticket in self._holding:
-            left = begin + timeout_s - time.monotonic()
-            if not ticket.copied.wait(max(0.0, left)):
-                raise WaitTimeoutError(
-                    f"the update waits for the copy of {ticket.kind} {ticket.step}, not over after {timeout_s:g} s"
-                )
+            what = f"the update waits for the copy of {ticket.kind} {ticket.step}"
+            while not ticket.copied.wait(max(0.0, min(POLL_S, begin + timeout_s - time.monotonic()))):
+                if time.monotonic() - begin >= timeout_s:
+                    raise WaitTimeoutError(f"{what}, not over after {timeout_s:g} s")
+                if self._cancelled():
+                    raise CancelledError(f"{what}; given up: a new handshake or a stop is waiting")
         waited = time.monotonic() - begin if self._holding else 0.0
         self._holding.clear()
         return waited

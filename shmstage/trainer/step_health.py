@@ -18,6 +18,7 @@ class _Step:
     uploads_open: int = 0
     update_open: bool = False
     update_reported: bool = False
+    landed_ns: int = 0
     error: str = ""
 
     @property
@@ -70,26 +71,27 @@ class StepHealth:
             state.error = state.error or error
             return state.error
 
-    def update_over(self, step: int, error: str) -> None:
+    def update_over(self, step: int, error: str, ready_ns: int) -> None:
         """The update's event is out, with ``error``; snapshots of the step may go on."""
         with self._changed:
             state = self._step(step)
-            state.update_open, state.update_reported = False, True
+            state.update_open, state.update_reported, state.landed_ns = False, True, ready_ns
             state.error = state.error or error
             self._changed.notify_all()
 
-    def require_landed(self, step: int) -> None:
-        """Wait until update ``step`` has been reported. Raises ``TokenFailedError`` if the step failed.
+    def require_landed(self, step: int) -> int | None:
+        """Wait until update ``step`` has been reported; returns when it landed. ``TokenFailedError`` if it failed.
 
-        A step that was not trained here (0, or a restored one) has landed.
+        A step that was not trained here (0, or a restored one), or long ago, has landed: ``None``.
         """
         with self._changed:
             state = self._steps.get(step)
             if state is None:
-                return
+                return None
             self._wait(lambda: not state.update_open, f"update {step}")
             if state.error:
                 raise TokenFailedError(f"step {step} failed: {state.error}")
+            return state.landed_ns
 
     def clear(self) -> None:
         with self._changed:

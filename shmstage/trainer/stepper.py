@@ -5,11 +5,12 @@ except for a device buffer or a snapshot copy.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
+import jax
 import numpy as np
 
 from shmstage.errors import EngineError, GateClosedError
@@ -35,6 +36,15 @@ class Stage:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Unsettled:
+    """A micro-batch that the engine may run again. ``number`` counts the step's forward calls from 1."""
+
+    number: int
+    buffer: int
+    name: tuple[str, int, int]
+
+
 @final
 class Stepper:
     """Trains micro-batches in the order the gate allows."""
@@ -52,7 +62,7 @@ class Stepper:
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._engine = engine
-        self._settle: Callable[[int], None] | None = getattr(engine, "settle", None)
+        self._settle: Callable[[int], Mapping[int, jax.Array] | None] | None = getattr(engine, "settle", None)
         self._gate = gate
         self._buffers = buffers
         self._completions = completions
@@ -61,7 +71,7 @@ class Stepper:
         self._timeout_s = timeout_s
         self._clock_ns = clock_ns
         self._trained = 0
-        self._unsettled: list[int] = []
+        self._unsettled: list[_Unsettled] = []
         self.current: Attachment | None = None
         self.stage: Stage | None = None
 
@@ -77,9 +87,17 @@ class Stepper:
     def fwd_bwd(self, handle: Handle, *, defer_update: bool) -> dict[str, Any]:
         """Train a micro-batch; an existing stage of it is used up."""
         self._gate.admit_forward(handle)
-        if self.stage is not None and self.stage.handle.request_id == handle.request_id:
+        stage = self.stage
+        if stage is None or stage.handle.request_id != handle.request_id:
+            batch, upload_s = self._upload(handle)
+        elif stage.lease is None:
             return self.fwd_bwd_staged(handle.request_id, defer_update=defer_update)
-        batch, upload_s = self._upload(handle)
+        else:
+            # sent whole after a stage whose answer was lost: late fields may have been written to the slot since
+            self.stage = None
+            self._gate.unstaged()
+            self._buffers.discard(stage.batch)
+            batch, upload_s = self._upload(handle, stage.lease)
         return self._train(handle, batch, upload_s, defer_update)
 
     def stage_fwd_bwd(self, handle: Handle) -> dict[str, Any]:
@@ -125,8 +143,8 @@ class Stepper:
     def reset(self) -> None:
         """Drop stage, deferral and the open step's gradients as far as they are ours; the engine drops its own."""
         self.drop_stage()
-        for buffer in self._unsettled:
-            self._buffers.settled(buffer)
+        for microbatch in self._unsettled:
+            self._buffers.settled(microbatch.buffer)
         self._unsettled.clear()
         self._trained = 0
 
@@ -180,12 +198,11 @@ class Stepper:
             self._buffers.settled(batch.buffer)
             raise
         end_ns = self._clock_ns()
-        self._completions.dispatched(
-            "fwd_bwd", (handle.request_id, handle.step, handle.index), token, begin_ns, end_ns, on_over
-        )
+        name = (handle.request_id, handle.step, handle.index)
+        self._completions.dispatched("fwd_bwd", name, token, begin_ns, end_ns, on_over)
         self._gate.trained(handle, deferred=deferred)
         self._trained += 1
-        self._unsettled.append(batch.buffer)
+        self._unsettled.append(_Unsettled(self._trained, batch.buffer, name))
         with self._failing(f"replay before {handle.request_id}"):
             # additions keep their order only if i-1's replay goes out before i+1 and not later
             self._settle_all_but(1)
@@ -202,9 +219,9 @@ class Stepper:
         waited_s = self._snapshots.wait_copies(self._timeout_s)
         step = self._gate.state.open_step
         assert step is not None
-        begin_ns = self._clock_ns()
         with self._failing(f"update {step}"):
             self._settle_all_but(0)
+            begin_ns = self._clock_ns()  # after the flag of the last one was waited for
             token = self._engine.update()
         self._completions.dispatched("update", (f"update.{step}", step, 0), token, begin_ns, self._clock_ns())
         self._gate.updated()
@@ -224,9 +241,23 @@ class Stepper:
         if self._settle is None:
             kept = 0
         elif self._trained > kept:
-            self._settle(self._trained - kept)
+            begin_ns = self._clock_ns()
+            self._watch_replays(self._settle(self._trained - kept) or {}, begin_ns)
         while len(self._unsettled) > kept:
-            self._buffers.settled(self._unsettled.pop(0))
+            self._buffers.settled(self._unsettled.pop(0).buffer)
+
+    def _watch_replays(self, replays: Mapping[int, jax.Array], begin_ns: int) -> None:
+        """A micro-batch's buffer and its step wait for its replay as they did for its first attempt.
+
+        ``begin_ns`` is before the flags were read: of a replay's dispatch time that wait is a part.
+        """
+        open_ones = {microbatch.number: microbatch for microbatch in self._unsettled}
+        for number, token in replays.items():
+            if number not in open_ones:
+                raise EngineError(f"settle replayed fwd_bwd {number} of this step; unsettled were {sorted(open_ones)}")
+            microbatch = open_ones[number]
+            on_over = self._buffers.resolver(microbatch.buffer)
+            self._completions.dispatched("replay", microbatch.name, token, begin_ns, self._clock_ns(), on_over)
 
     def _payload_digest(self, batch: StagedBatch) -> str:
         return payload_digest({name: np.asarray(array) for name, array in batch.arrays.items()})

@@ -16,6 +16,7 @@ class _Work:
     dispatch_begin_ns: int
     dispatch_end_ns: int
     ready_ns: int = 0
+    replay: _Work | None = None
 
 
 @final
@@ -33,18 +34,28 @@ class StepTiming:
             while len(self._steps) > KEPT_STEPS:
                 del self._steps[min(self._steps)]
 
-    def ready(self, step: int, request_id: str, ready_ns: int) -> None:
+    def replayed(self, step: int, request_id: str, begin_ns: int, end_ns: int) -> None:
+        """The micro-batch overflowed and was dispatched again."""
         with self._lock:
-            for work in self._steps.get(step, ()):
-                if work.request_id == request_id:
-                    work.ready_ns = ready_ns
+            for work in self._named(step, request_id):
+                work.replay = _Work(request_id, work.index, begin_ns, end_ns)
+
+    def ready(self, step: int, request_id: str, ready_ns: int, *, replay: bool = False) -> None:
+        with self._lock:
+            for work in self._named(step, request_id):
+                ended = work.replay if replay else work
+                if ended is not None:
+                    ended.ready_ns = ready_ns
 
     def clear(self) -> None:
         with self._lock:
             self._steps.clear()
 
     def report(self, step: int, now_ns: int) -> dict[str, Any]:
-        """Seconds before ``now_ns``: no clocks are compared across hosts. ``ready_ago_s`` is None while it computes."""
+        """Seconds before ``now_ns``: no clocks are compared across hosts. ``ready_ago_s`` is None while it computes.
+
+        It is the replay's where there is one: ``replay`` holds its times, None if the first attempt counted.
+        """
         with self._lock:
             works = [self._as_ago(work, now_ns) for work in self._steps.get(step, ())]
         updates = [work for work in works if work["index"] < 0]
@@ -54,12 +65,21 @@ class StepTiming:
             "update": updates[-1] if updates else None,
         }
 
+    def _named(self, step: int, request_id: str) -> list[_Work]:
+        return [work for work in self._steps.get(step, ()) if work.request_id == request_id]
+
     @staticmethod
     def _as_ago(work: _Work, now_ns: int) -> dict[str, Any]:
-        return {
-            "request_id": work.request_id,
-            "index": work.index,
-            "dispatch_begin_ago_s": (now_ns - work.dispatch_begin_ns) / 1e9,
-            "dispatch_end_ago_s": (now_ns - work.dispatch_end_ns) / 1e9,
-            "ready_ago_s": (now_ns - work.ready_ns) / 1e9 if work.ready_ns else None,
-        }
+        times = _times_ago(work, now_ns)
+        replay = None if work.replay is None else _times_ago(work.replay, now_ns)
+        ready_ago_s = times["ready_ago_s"] if replay is None else replay["ready_ago_s"]
+        identity = {"request_id": work.request_id, "index": work.index}
+        return {**identity, **times, "ready_ago_s": ready_ago_s, "replay": replay}
+
+
+def _times_ago(work: _Work, now_ns: int) -> dict[str, float | None]:
+    return {
+        "dispatch_begin_ago_s": (now_ns - work.dispatch_begin_ns) / 1e9,
+        "dispatch_end_ago_s": (now_ns - work.dispatch_end_ns) / 1e9,
+        "ready_ago_s": (now_ns - work.ready_ns) / 1e9 if work.ready_ns else None,
+    }

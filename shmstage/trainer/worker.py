@@ -23,7 +23,7 @@ from shmstage.trainer.attachment import Attachment
 from shmstage.trainer.completions import Completions
 from shmstage.trainer.device_buffers import DeviceBuffers
 from shmstage.trainer.digests import param_digest
-from shmstage.trainer.engine import TrainEngine
+from shmstage.trainer.engine import TrainEngine, restored
 from shmstage.trainer.gate import COMMANDS, Gate
 from shmstage.trainer.scoring import Scorer, as_numbers
 from shmstage.trainer.snapshots import Snapshots
@@ -58,6 +58,7 @@ class Worker:
         timeout_s: float = 600.0,
         cancelled: Callable[[], bool] = lambda: False,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        wall_s: Callable[[], float] = time.time,
     ) -> None:
         self._engine = engine
         self._waits_for_snapshots = not getattr(engine, "snapshots", True)
@@ -65,20 +66,25 @@ class Worker:
         self._incarnation = incarnation
         self._timeout_s = timeout_s
         self._clock_ns = clock_ns
+        self._wall_s = wall_s
         self._calls = JsonLines(calls_path) if calls_path is not None else None
         self._weights: WeightsPool | None = None
         self._updates = 0
         self.finished = False
         self._gate = Gate()
         self._timing = StepTiming()
-        self._snapshots = Snapshots(emit, on_done=self._on_ticket_done, clock_ns=clock_ns)
+        self._snapshots = Snapshots(emit, on_done=self._on_ticket_done, cancelled=cancelled, clock_ns=clock_ns)
         self._completions = Completions(emit, self._timing, timeout_s=timeout_s, clock_ns=clock_ns)
-        self._buffers = DeviceBuffers(
-            device_buffers, self._completions.watch_upload, timeout_s=timeout_s, cancelled=cancelled
-        )
-        parts = (engine, self._gate, self._buffers, self._completions, self._snapshots)
-        self._stepper = Stepper(*parts, hash_payload=verify == "full", timeout_s=timeout_s, clock_ns=clock_ns)
-        self._scorer = Scorer(*parts, self._stepper, clock_ns)
+        watch = self._completions.watch_upload
+        self._buffers = DeviceBuffers(device_buffers, watch, timeout_s=timeout_s, cancelled=cancelled)
+        # of its own: a place among the trained ones could depend on the very micro-batch that waits to be scored
+        score_buffers = DeviceBuffers(1, watch, timeout_s=timeout_s, cancelled=cancelled)
+        parts = (self._completions, self._snapshots)
+        self._stepper = Stepper(
+            engine, self._gate, self._buffers, *parts,
+            hash_payload=verify == "full", timeout_s=timeout_s, clock_ns=clock_ns,
+        )  # fmt: skip
+        self._scorer = Scorer(engine, self._gate, score_buffers, *parts, self._stepper, timeout_s, clock_ns)
         self._first_checkpoint_durable = False
         self._commands: dict[str, Callable[[Arguments], Result]] = {
             name: getattr(self, f"_{name}") for name in sorted(COMMANDS)
@@ -89,17 +95,23 @@ class Worker:
     def attach(self, hello: Hello) -> Result:
         """Take the pool of ``hello`` into use and return ``info``.
 
-        A new epoch drops the stage, the deferral and the old pool first and closes the gate; a repeated hello of the
-        current one only ends the withdrawn leases. ``hello.pool == ""`` lets go of the old pool without a new one.
+        A new epoch drops the stage, the deferral and the old pool and closes the gate; a repeated hello of the current
+        one only ends the withdrawn leases. ``hello.pool == ""`` lets go of the old pool without a new one. A hello
+        whose pool or layouts are not as announced changes nothing.
         """
         self._record("hello", {"epoch": hello.epoch})
         current = self._stepper.current
         if current is not None and hello.epoch < current.epoch:
             raise PeerRestartedError(f"epoch {hello.epoch} says hello, but epoch {current.epoch} has taken over")
         if current is None or (hello.epoch, hello.pool) != (current.epoch, current.pool):
-            self._detach()
-            if hello.pool:
-                self._stepper.attach(self._guarded("hello", lambda: Attachment(hello, self._engine)))
+            attachment = self._guarded("hello", lambda: Attachment(hello, self._engine)) if hello.pool else None
+            try:
+                self._detach()
+            except BaseException:
+                if attachment is not None:
+                    attachment.close()
+                raise
+            self._stepper.attach(attachment)
         if self._stepper.current is not None:
             self._stepper.current.end_withdrawn(hello.withdrawn)
         return self._describe()
@@ -118,7 +130,7 @@ class Worker:
         """Wait for what is on the devices, end the threads, unmap, remove the weights pool."""
         with ExitStack() as stack:  # each of them, whatever the others raise; the last named goes first
             if self._calls is not None:
-                stack.callback(self._calls.close)
+                stack.callback(self._close_record)
             stack.callback(getattr(self._engine, "close", lambda: None))
             if self._weights is not None:
                 stack.callback(self._weights.close)
@@ -177,7 +189,7 @@ class Worker:
         given.finish()
         self._gate.admit_snapshot("get_metrics", step)
         metrics = self._engine.metrics()
-        return self._ticket("metrics", step, lambda: as_numbers(metrics))
+        return self._ticket("metrics", step, lambda landed_ns: as_numbers(metrics))
 
     def _get_step_timing(self, given: Arguments) -> Result:
         step = given.count("step")
@@ -204,18 +216,30 @@ class Worker:
         given.finish()
         self._gate.admit_snapshot("save_checkpoint", step)
         snapshot = self._engine.save(step, metadata)
-        return self._ticket("checkpoint", step, snapshot.copy_to_host, snapshot.write, holds=True)
+
+        def copy_with_stamps(landed_ns: int) -> None:
+            metadata.update(landed_ns=landed_ns, landed_wall_s=self._wall_s() - (self._clock_ns() - landed_ns) / 1e9)
+            snapshot.copy_to_host()
+
+        return self._ticket("checkpoint", step, copy_with_stamps, snapshot.write, holds=True)
 
     def _prepare_weight_sync(self, given: Arguments) -> Result:
-        version = given.count("version")
+        version, sync = given.count("version"), given.flag("sync")
         given.finish()
         if self._weights is None:
             if self._identity is None:
                 raise EngineError("prepare_weight_sync: this worker was made without an identity to own a pool with")
             run_id = self._stepper.attachment.run_id
-            self._weights = WeightsPool(run_id, self._incarnation, self._identity, timeout_s=self._timeout_s)
+            self._weights = WeightsPool(run_id, self._incarnation, self._identity)
         pool, weights = self._weights, self._engine.weights()
-        return self._ticket("weights", version, lambda: pool.publish(version, weights), holds=True)
+        # from now on, not from when its turn comes: the update that waits for this copy has a deadline of its own, and
+        # would say less about who is to blame
+        deadline = time.monotonic() + self._timeout_s
+
+        def publish(landed_ns: int) -> Mapping[str, object]:
+            return pool.publish(version, weights, sync=sync, deadline=deadline)
+
+        return self._ticket("weights", version, publish, holds=True)
 
     def _release_weight_sync(self, given: Arguments) -> Result:
         version = given.count("version")
@@ -224,6 +248,7 @@ class Worker:
 
     def _restore_checkpoint(self, given: Arguments) -> Result:
         withdrawn = given.pairs("withdrawn")
+        at_most = given.count("at_most") if given.has("at_most") else None
         given.finish()
         if self._gate.state.phase == "open":
             # what was open is dropped now; if this fails, only another restore may go on
@@ -232,7 +257,7 @@ class Worker:
         self._quiesce()
         if self._stepper.current is not None:
             self._stepper.current.end_withdrawn(withdrawn)
-        metadata = self._engine.restore()
+        metadata = restored(self._engine, at_most)
         if metadata is None and self._updates:
             raise CheckpointError(
                 f"there is no checkpoint and the parameters are {self._updates} updates away from the initial ones; "
@@ -280,16 +305,16 @@ class Worker:
         self,
         kind: str,
         step: int,
-        copy: Callable[[], Mapping[str, object] | None],
+        copy: Callable[[int], Mapping[str, object] | None],
         write: Callable[[], Mapping[str, object]] | None = None,
         *,
         holds: bool = False,
     ) -> Result:
+        """``copy`` runs once the last update has landed and is told when; now, if that was before our time."""
         last_update = self._gate.state.closed_step
 
         def copy_what_landed() -> Mapping[str, object] | None:
-            self._completions.health.require_landed(last_update)
-            return copy()
+            return copy(self._completions.health.require_landed(last_update) or self._clock_ns())
 
         holds = holds or self._waits_for_snapshots
         number = self._snapshots.submit(kind, step, copy_what_landed, write, holds=holds)
@@ -319,7 +344,13 @@ class Worker:
         """Nothing dispatched is left undone and nothing of it is kept: stage, deferral, tickets, failures."""
         self._stepper.reset()
         self._completions.drain(self._timeout_s)
-        self._snapshots.join(self._timeout_s)
+        if self._weights is not None:
+            self._weights.give_up_waiting(True)
+        try:
+            self._snapshots.join(self._timeout_s)
+        finally:
+            if self._weights is not None:
+                self._weights.give_up_waiting(False)
         self._completions.health.clear()
         self._completions.failures()
         self._first_checkpoint_durable = False
@@ -342,6 +373,11 @@ class Worker:
             raise
         except Exception as error:
             raise EngineError(f"{command}: {type(error).__name__}: {error}") from error
+
+    def _close_record(self) -> None:
+        if self._calls is not None:
+            with suppress(OSError):  # a full disk is no reason to leave anything else open
+                self._calls.close()
 
     def _record(self, command: str, arguments: Mapping[str, Any]) -> None:
         if self._calls is not None:

@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -41,7 +42,7 @@ ERROR_TEXT_LIMIT = 4000
 
 @dataclass(slots=True)
 class _Session:
-    """One peer in one epoch, from its hello on."""
+    """One peer in one epoch, from its hello on; it is asked and told nothing before it is welcomed."""
 
     peer: bytes
     hello: Hello
@@ -133,18 +134,23 @@ def _failed(sequence: int, error: BaseException) -> Reply:
 
 @final
 class Server:
-    """Serves one session at a time: the newest epoch's newest connection."""
+    """Serves one session at a time: the newest epoch's newest connection.
+
+    A hello takes over when it is welcomed; one that fails leaves the session before it as it was.
+    """
 
     def __init__(self, channel: ServerChannel, *, incarnation: int) -> None:
         """Takes the channel over. ``incarnation`` (> 0) names this start of the process."""
         self.incarnation = incarnation
         self._channel = channel
         self._waiting: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._taken: deque[Pending] = deque()  # of the executing thread alone
         self._receiver = Receiver(
             channel, self._on_frame, name="shmstage-server", on_failure=lambda: self._waiting.put(None)
         )
         self._lock = threading.Lock()
         self._session: _Session | None = None
+        self._candidate: _Session | None = None
         self._events = EventLog()
         self._running = ""
         self._welcomed_epoch = -1
@@ -160,17 +166,17 @@ class Server:
     @property
     def hello_waiting(self) -> bool:
         """True while a handshake waits for the executing thread: any wait there should end (any thread)."""
-        session = self._session
-        return session is not None and not session.begun
+        candidate = self._candidate
+        return candidate is not None and not candidate.begun
 
     def next_request(self, timeout_s: float) -> Pending | None:
-        """The next command to execute, or None after ``timeout_s``; cancelled ones are passed over."""
+        """The next command to execute, or None after ``timeout_s``; cancelled ones are passed over.
+
+        A handshake goes before commands that came earlier: if it takes over they are not executed at all.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
-            try:
-                pending = self._waiting.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                pending = None
+            pending = self._take(deadline)
             if pending is None:
                 self._receiver.check()
                 return None
@@ -192,14 +198,28 @@ class Server:
         """Ends the thread and closes the channel, which sends what was answered; has a deadline of seconds."""
         self._receiver.close()
 
+    def _take(self, deadline: float) -> Pending | None:
+        wait = not self._taken
+        try:
+            while (arrived := self._waiting.get(wait, max(0.0, deadline - time.monotonic()))) is not None:
+                self._taken.append(arrived)
+                wait = False
+        except queue.Empty:
+            pass
+        hello = next((pending for pending in self._taken if pending.hello is not None), None)
+        if hello is not None:
+            self._taken.remove(hello)
+            return hello
+        return self._taken.popleft() if self._taken else None
+
     # --- answers of the executing thread ----------------------------------------------------------------------
 
     def _answer(self, session: _Session, sequence: int, frame: bytes, failed_hello: bool) -> None:
         with self._lock:
             self._running = ""
             session.requests.finish(sequence, frame)
-            if failed_hello:
-                session.hello_frame = b""  # a retry is to be tried again, not told the old failure
+            if failed_hello and session is self._candidate:
+                self._candidate = None  # a retry is to be tried again, not told the old failure
             if not session.over:
                 self._send(session.peer, frame)
 
@@ -208,6 +228,10 @@ class Server:
             self._running = ""
             if session.over:
                 return
+            if self._session is not None:
+                self._session.over = True
+                self._session.requests.cancel_queued()
+            self._session, self._candidate = session, None
             if session.hello.epoch != self._welcomed_epoch:
                 self._events.discard()  # they told of work of an epoch that is over
             self._welcomed_epoch = session.hello.epoch
@@ -244,24 +268,25 @@ class Server:
             raise ProtocolError(f"a server takes no {type(message).__name__}")
 
     def _on_hello(self, peer: bytes, hello: Hello, frame: bytes) -> None:
-        current = self._session
-        if current is not None:
-            if current.peer == peer and current.hello_frame == frame:
-                if current.welcome_frame:
-                    self._send(peer, current.welcome_frame)
+        for known in (self._candidate, self._session):
+            if known is None:
+                continue
+            if known.peer == peer and known.hello_frame == frame:
+                if known.welcome_frame:
+                    self._send(peer, known.welcome_frame)
                 return
-            if hello.epoch < current.hello.epoch:
+            if hello.epoch < known.hello.epoch:
                 raise PeerRestartedError(
-                    f"epoch {hello.epoch} says hello, but epoch {current.hello.epoch} has taken over; stop this process"
+                    f"epoch {hello.epoch} says hello, but epoch {known.hello.epoch} has taken over; stop this process"
                 )
-            if hello.epoch == current.hello.epoch and hello.lock_path != current.hello.lock_path:
+            if hello.epoch == known.hello.epoch and hello.lock_path != known.hello.lock_path:
                 raise PeerRestartedError(
-                    f"epoch {hello.epoch} belongs to process {current.hello.pid}; another one takes a higher epoch"
+                    f"epoch {hello.epoch} belongs to process {known.hello.pid}; another one takes a higher epoch"
                 )
-            current.over = True
-            current.requests.cancel_queued()
-        self._session = _Session(peer, hello, frame, RequestLog())
-        self._waiting.put(Pending(self, self._session, None))
+        if self._candidate is not None:
+            self._candidate.over = True
+        self._candidate = _Session(peer, hello, frame, RequestLog())
+        self._waiting.put(Pending(self, self._candidate, None))
 
     def _on_request(self, peer: bytes, request: Request) -> None:
         session = self._session

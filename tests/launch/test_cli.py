@@ -77,3 +77,27 @@ def test_print_config_shows_value_and_origin(capsys: pytest.CaptureFixture[str])
     assert shown["rows"] == {"value": 7, "origin": "--rows"}
     assert shown["boundary"] == {"value": "pipelined", "origin": "--pipeline-step-boundary"}
     assert shown["tokens"] == {"value": 256, "origin": "default"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [(["--rows", "0"], "SettingsError"), (["--no-such-flag"], "SettingsError"), (["--config", "x"], "SettingsError")],
+)
+def test_with_json_a_failure_is_one_object_too(
+    arguments: list[str], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "--json", *arguments]) == 2
+    said = capsys.readouterr()
+    error = json.loads(said.out)["error"]
+    assert (error["kind"], error["exit_code"]) == (kind, 2)
+    assert said.err.strip() == f"{kind}: {error['text']}"
+
+
+def test_options_that_nobody_knows_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--no-such-flag"]) == 2
+    said = capsys.readouterr()
+    assert said.err == (
+        "SettingsError: unrecognized arguments: --no-such-flag; `shmstage run --help` lists all options\n"
+    )
+    assert said.out == ""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from shmstage.errors import BudgetError, EngineError, SettingsError
 from shmstage.launch.run_command import add_settings, resolve_args
-from shmstage.launch.run_directory import claimed, completed
+from shmstage.launch.run_directory import claimed, completed, find_run
+from shmstage.memory.identity import ProcessIdentity
 from shmstage.settings import Settings
 
 
@@ -84,6 +87,59 @@ def test_bad_input_leaves_no_directory_where_there_was_none(tmp_path: Path) -> N
     assert out.exists()
 
 
+def test_a_directory_that_was_there_is_not_removed_for_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(BudgetError), claimed(settings(tmp_path / "mine" / "out")):
+        raise BudgetError("too much")
+    assert (tmp_path / "mine").exists()
+
+
+def test_what_was_trained_is_kept_when_a_restart_meets_bad_input(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(BudgetError), claimed(settings(out)):
+        (out / "checkpoints" / "7").mkdir(parents=True)
+        raise BudgetError("somebody else filled the memory meanwhile")
+    assert (out / "checkpoints" / "7").exists()
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "summary.json", "trainer.failure.json", "weights.json"])
+def test_a_directory_where_a_file_belongs_is_bad_input(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"settings": {}}')
+    (tmp_path / name).mkdir()
+    with pytest.raises(SettingsError, match=f"{name} is a directory .* choose another"), claimed(settings(tmp_path)):
+        pass
+    assert (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "journal"])
+def test_a_file_where_a_directory_belongs_is_bad_input(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"settings": {}}')
+    (tmp_path / name).write_text("")
+    with pytest.raises(SettingsError, match=f"{name} is a file where a directory"), claimed(settings(tmp_path)):
+        pass
+
+
+def test_broken_step_lines_are_said_before_a_resume_starts_anything(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    (tmp_path / "run.json").write_text('{"settings": {}}')
+    (tmp_path / "steps.jsonl").write_text('{"step": 1, "attempt": 1}\nbroken\n{"step": 3, "attempt": 1}\n')
+    with pytest.raises(SettingsError, match="line 2 is no JSON record"), claimed(settings(tmp_path, resume=True)):
+        pass
+
+
+def test_a_resume_waits_until_the_processes_of_a_killed_launcher_are_gone(tmp_path: Path) -> None:
+    with contextlib.closing(ProcessIdentity.create("orphaned", "trainer")) as orphan:
+        begun = time.monotonic()
+        with (
+            pytest.raises(SettingsError, match=f"run orphaned: trainer {orphan.pid} .* still runs"),
+            claimed(settings(tmp_path, run="orphaned", stop_grace_s=0.01)),
+        ):
+            pass
+        assert time.monotonic() - begun >= 0.02
+    with claimed(settings(tmp_path, run="orphaned", stop_grace_s=0.01)):
+        pass
+
+
 def test_a_resumed_run_keeps_the_settings_of_its_first_start(tmp_path: Path) -> None:
     first = {"rows": 7, "run": "first", "tokens": 99, "steps": None}
     (tmp_path / "run.json").write_text(json.dumps({"settings": first}))
@@ -96,3 +152,36 @@ def test_a_resumed_run_keeps_the_settings_of_its_first_start(tmp_path: Path) -> 
     assert resolved.settings.resume
     fresh = resolve_args(parser.parse_args(["--out", str(tmp_path)]))
     assert fresh.settings.rows == 4
+
+
+def make_run(out: Path, run: str) -> Path:
+    out.mkdir(parents=True)
+    (out / "run.json").write_text(json.dumps({"settings": {"run": run, "rows": 9}}))
+    return out
+
+
+def test_a_run_is_found_by_its_directory_its_id_or_the_beginning_of_it(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    one, two = make_run(runs / "a", "20260101-one"), make_run(runs / "b", "20260101-one-more")
+    other = make_run(tmp_path / "elsewhere", "x")
+    (runs / "no-run").mkdir()
+    assert find_run(str(other), runs) == other
+    assert find_run("20260101-one", runs) == one  # the whole id of one, though the beginning of another's
+    assert find_run("20260101-one-", runs) == two
+    with pytest.raises(SettingsError, match="could be 20260101-one, 20260101-one-more; give more"):
+        find_run("2026", runs)
+    for name in ("x", str(runs / "no-run"), ""):
+        with pytest.raises(SettingsError, match=r"no run .*|could be"):
+            find_run(name, runs)
+
+
+def test_resume_takes_the_directory_with_it(tmp_path: Path) -> None:
+    out = make_run(tmp_path / "out", "before")
+    parser = argparse.ArgumentParser()
+    add_settings(parser)
+    resolved = resolve_args(parser.parse_args(["--resume", str(out)]))
+    assert (resolved.settings.out, resolved.settings.resume, resolved.settings.rows) == (out, True, 9)
+    assert resolve_args(parser.parse_args(["--resume", str(out), "--out", str(out)])).settings.out == out
+    with pytest.raises(SettingsError, match="give one"):
+        resolve_args(parser.parse_args(["--resume", str(out), "--out", str(tmp_path / "other")]))
+    assert not resolve_args(parser.parse_args(["--no-resume"])).settings.resume

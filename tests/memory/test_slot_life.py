@@ -350,3 +350,27 @@ def test_a_forked_child_neither_publishes_nor_abandons_its_parents_slot(
             slot.publish()
         slot.abandon()
     assert slot.publish().generation == 2
+
+
+def test_ending_the_leases_of_a_dead_consumer_leaves_those_of_the_others(identity: ProcessIdentity) -> None:
+    pool = Pool.create(RUN, epoch=1, layouts=[LAYOUT], slots=2, consumers=2, identity=identity)
+    living = PoolReader.attach(pool.name, run_id=RUN, epoch=1, consumer=0)
+    living.register(LAYOUT)
+    lease = living.lease(pool.acquire(LAYOUT, timeout_s=1).publish())
+    pool.end_leases_of(1)
+    assert pool.free_slot_count() == 1
+    lease.check()
+    lease.end()
+    assert pool.free_slot_count() == 2
+    living.close()
+    pool.close()
+
+
+def test_a_late_field_of_a_slot_that_was_taken_away_is_not_committed(make_ends: Callable[..., Ends]) -> None:
+    ends = make_ends(slots=1, reader={"writes_late": True})
+    lease = ends.reader.lease(ends.pool.acquire(LAYOUT, timeout_s=1).publish())
+    ends.pool.end_leases_of(0)
+    newer = ends.reader.lease(ends.pool.acquire(LAYOUT, timeout_s=1).publish())
+    with pytest.raises(StaleHandleError, match="moved on to generation 4"):
+        lease.commit_late("logps")
+    assert newer.late_version("logps") == 0

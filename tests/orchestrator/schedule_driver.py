@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shmstage.orchestrator.schedule import FORWARD, BoundarySchedule, Command, Config, Kind
+from shmstage.orchestrator.schedule import FORWARD, SCORE, BoundarySchedule, Command, Config, Kind
 
 Micro = tuple[int, int]
 
@@ -19,6 +19,7 @@ class Driver:
     late: frozenset[Micro] = frozenset()
     device_is_slow: bool = True
     fault: Callable[[BoundarySchedule, Command], bool] | None = None
+    on_complete: Callable[[BoundarySchedule, Command], bool] | None = None
     log: list[str] = field(default_factory=list)
     packed: list[Micro] = field(default_factory=list)
 
@@ -82,6 +83,8 @@ class Driver:
         if not self._pending:
             return False
         command = self._pending.pop(0)
+        if self.on_complete is not None and self.on_complete(self.schedule, command):
+            return True
         if command.kind in FORWARD:
             self.schedule.finished(command.step, command.index)
         if command.kind in (Kind.APPLY_DEFERRED, Kind.UPDATE) or (
@@ -90,11 +93,17 @@ class Driver:
             self.schedule.landed(command.step)
         if command.kind is Kind.GET_METRICS:
             self.schedule.metrics_ready(command.step)
+        if command.kind in SCORE:
+            self.schedule.late_field_ready(command.kind, command.key)
+        if command.kind is Kind.SYNC_WEIGHTS:
+            self.schedule.weights_published(command.step)
+        if command.kind is Kind.SAVE_CHECKPOINT:
+            self.schedule.hook_returned(command.step, go_on=True)
         return True
 
 
 def as_text(command: Command) -> str:
-    if command.kind in (*FORWARD, Kind.STAGE):
+    if command.kind in (*FORWARD, *SCORE, Kind.PATCH, Kind.STAGE):
         defer = " defer" if command.defer_update else ""
         return f"{command.kind.value} {command.step}.{command.index}{defer}"
     if command.kind in (Kind.APPLY_DEFERRED, Kind.UPDATE):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +22,12 @@ from shmstage.errors import (
 )
 from shmstage.memory.handle import Handle
 from shmstage.orchestrator.feeder import EndOfInput, PackedMicrobatch
+from shmstage.orchestrator.hooks import Verdict
+from shmstage.orchestrator.late_fields import Patch
 from shmstage.orchestrator.ledger import Ledger
 from shmstage.orchestrator.program import Program
+from shmstage.orchestrator.resume import ResumeState
+from shmstage.orchestrator.saving import Saving
 from shmstage.orchestrator.schedule import Config
 from shmstage.orchestrator.summary import summarise
 from shmstage.orchestrator.trainer_client import TrainerClient
@@ -74,7 +80,10 @@ class InstantTrainer:
             self._update()
             return {"updated": True, "snapshot_wait_s": 0.0}
         self.ticket += 1
-        self.pending.append(self._ticket_event(command, int(arguments.get("step", 0))))
+        if command == "patch_staged":
+            return {}
+        step = int(arguments.get("step", handle.step if handle is not None else 0))
+        self.pending.append(self._ticket_event(command, step, arguments))
         return {"ticket": self.ticket}
 
     def _forward(self, command: str, handle: Handle | None, defer: bool) -> dict[str, Any]:
@@ -112,9 +121,15 @@ class InstantTrainer:
         ok = self.bad_token != kind
         self.pending.append(TokenEvent(0, kind, handle.request_id, handle.step, handle.index, ok, "boom", stamps))
 
-    def _ticket_event(self, command: str, step: int) -> TicketEvent:
-        value = {"loss": 0.5, "grad_norm": 1.0, "denominator": 8.0} if command == "get_metrics" else {}
-        return TicketEvent(0, self.ticket, command, step, self.bad_ticket != command, value, "disk full", {})
+    def _ticket_event(self, command: str, step: int, arguments: dict[str, Any]) -> TicketEvent:
+        values: dict[str, dict[str, Any]] = {
+            "get_metrics": {"loss": 0.5, "grad_norm": 1.0, "denominator": 8.0},
+            "per_token_logps": {"field": f"{arguments.get('role')}_logps", "digest": "d", "written": True},
+            "save_checkpoint": {"path": f"checkpoints/{step}"},
+            "eval_step": {"loss_sum": 4.0, "denominator": 8.0},
+        }
+        bad = self.bad_ticket in (command, f"{command} {step}")
+        return TicketEvent(0, self.ticket, command, step, not bad, values.get(command, {}), "disk full", {})
 
 
 class ImmediateFeeder:
@@ -128,6 +143,14 @@ class ImmediateFeeder:
         self.ended = False
         self.limit = (0, -1)
         self.deliver: Callable[[Any], None] = lambda event: None
+        self.wants_checkpoint = False
+        self.told: list[tuple[str, int]] = []
+
+    def landed(self, step: int) -> None:
+        self.told.append(("landed", step))
+
+    def durable(self, step: int) -> None:
+        self.told.append(("durable", step))
 
     def start(self) -> None:
         self.allow(self.limit)
@@ -155,12 +178,16 @@ def make(
     count: int | None = None,
     stop: Callable[[], bool] = lambda: False,
     feeder_error: BaseException | None = None,
+    out: Path | None = None,
+    more: dict[str, Any] | None = None,
+    **config: Any,
 ) -> tuple[Program, ImmediateFeeder, list[dict[str, Any]]]:
     lines: list[dict[str, Any]] = []
     ledger = Ledger(mode=mode, tokens_per_microbatch=8, rows=1, slot_nbytes=64)
     program = Program(
-        Config(mode, 3, steps), TrainerClient(trainer, timeout_s=1.0), ledger,  # type: ignore[arg-type]
-        write_step=lines.append, stop_requested=stop, call_timeout_s=5.0,
+        Config(mode, 3, steps, **config), TrainerClient(trainer, timeout_s=1.0), ledger,  # type: ignore[arg-type]
+        Saving(out or Path("unused"), {}, start=ResumeState.start(), first_step=1),
+        write_step=lines.append, stop_requested=stop, call_timeout_s=5.0, **(more or {}),
     )  # fmt: skip
     feeder = ImmediateFeeder(3, count if count is not None else (steps or 0) * 3, feeder_error)
     feeder.deliver = program.deliver
@@ -259,14 +286,6 @@ def test_a_timeout_that_the_trainer_reports_of_its_own_wait_is_a_stage_that_rais
     assert [line["step"] for line in lines] == [1]
 
 
-def test_every_planned_stage_has_its_own_patience() -> None:
-    program, _, _ = make("staged_before_update", InstantTrainer())
-    program._stage_wait_s = 1000.0
-    program._stage_wait_began = 1.0  # left over from an earlier wait
-    program._check_waits()
-    assert program._stage_wait_began is None
-
-
 @pytest.mark.parametrize("command", ["get_metrics", "save_checkpoint"])
 def test_a_failed_ticket_ends_the_run(command: str) -> None:
     trainer = InstantTrainer()
@@ -336,3 +355,192 @@ def test_input_that_ends_inside_a_step_still_gives_a_complete_last_line(mode: Bo
     run(program, feeder)
     assert [line["microbatches"] for line in lines] == [3, 3, 1]
     assert [r["command"] for r in trainer.received].count("update") == 1
+
+
+# --- late fields, hooks, evaluation ---------------------------------------------------------------------
+
+
+class Late:
+    """Stands where ``LateFields`` stands; every token of a micro-batch loses its weight."""
+
+    def __init__(self) -> None:
+        self.before: list[tuple[int, int]] = []
+
+    def before_scoring(self, handle: Handle) -> None:
+        self.before.append((handle.step, handle.index))
+
+    def after_scoring(self, handle: Handle) -> Patch:
+        return Patch(("old_per_token_logps", "completion_mask"), 5)
+
+
+@pytest.mark.parametrize("mode", BOUNDARIES)
+def test_loss_tokens_of_the_patch_replace_the_handles_and_late_digests_stand_in_the_line(mode: Boundary) -> None:
+    trainer, late, handles = InstantTrainer(), Late(), []
+    call = trainer.call
+
+    def watch(command: str, arguments: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        if command == "fwd_bwd":
+            handles.append(handle_from_wire(arguments["handle"]).loss_tokens)
+        return call(command, arguments, timeout_s=timeout_s)
+
+    trainer.call = watch  # type: ignore[method-assign]
+    program, feeder, lines = make(mode, trainer, more={"late": late}, recompute_logps=True, steps=2)
+    run(program, feeder)
+    assert late.before == [(k, i) for k in (1, 2) for i in range(3)]
+    patched = [r["loss_tokens"] for r in trainer.received if r["command"] == "patch_staged"]
+    assert patched + handles == [5] * 6
+    assert lines[1]["late_digests"] == [{"actor_logps": "d"}] * 3
+
+
+@pytest.mark.parametrize("how", ["call", "ticket"])
+@pytest.mark.parametrize("mode", BOUNDARIES)
+def test_if_reference_log_probs_for_f_fail_the_line_of_step_k_is_kept_and_the_run_ends_with_the_error(
+    mode: Boundary, how: str
+) -> None:
+    trainer = InstantTrainer()
+    score = trainer._ticket_event
+
+    if how == "call":
+        trainer.fail["per_token_logps"] = lambda record: _refuse_f(trainer, record)
+    else:
+        trainer._ticket_event = lambda command, step, arguments: (  # type: ignore[method-assign]
+            replace(score(command, step, arguments), ok=False, error="scoring: out of memory")
+            if command == "per_token_logps" and _key_of(arguments) == (2, 0)
+            else score(command, step, arguments)
+        )
+    program, feeder, lines = make(mode, trainer, reference_logps=True, steps=4)
+    with pytest.raises(ShmstageError, match="scoring: out of memory"):
+        run(program, feeder)
+    assert [line["step"] for line in lines] == [1]
+    commands = [r["command"] for r in trainer.received]
+    assert commands[-1] == "save_checkpoint"
+    assert commands.count("get_metrics") == 1
+
+
+def _key_of(arguments: dict[str, Any]) -> tuple[int, int]:
+    handle = handle_from_wire(arguments["handle"])
+    return handle.step, handle.index
+
+
+def _refuse_f(trainer: InstantTrainer, record: dict[str, Any]) -> None:
+    scored = sum(r["command"] == "per_token_logps" for r in trainer.received)
+    if scored == 3:  # 1.0, 1.1 and 1.2 were; the next is 2.0
+        raise EngineError("scoring: out of memory")
+
+
+class StandInHooks:
+    """Answers at once, on the calling thread."""
+
+    decides = True
+
+    def __init__(self, end_at: int | None = None) -> None:
+        self.end_at = end_at
+        self.asked: list[int] = []
+        self.ended: list[int] = []
+        self.deliver: Callable[[Any], None] = lambda verdict: None
+
+    def verdict_of(self, step: int) -> bool | None:
+        return None
+
+    def ask(self, step: int, facts: Any) -> None:
+        self.asked.append(step)
+        self.deliver(Verdict(step, step != self.end_at))
+
+    def step_ended(self, line: Any) -> None:
+        self.ended.append(line["step"])
+
+
+def with_hooks(mode: Boundary, trainer: InstantTrainer, hooks: StandInHooks, **config: Any) -> Any:
+    made = make(mode, trainer, more={"hooks": hooks}, hook=True, checkpoint_every=1, **config)
+    hooks.deliver = made[0].deliver
+    return made
+
+
+@pytest.mark.parametrize("mode", BOUNDARIES)
+def test_a_hook_is_asked_of_every_checkpoint_and_told_of_every_step(mode: Boundary) -> None:
+    trainer, hooks = InstantTrainer(), StandInHooks()
+    program, feeder, _ = with_hooks(mode, trainer, hooks)
+    program.prepare(None)
+    run(program, feeder)
+    assert hooks.asked == [0, 1, 2, 3, 4]
+    assert hooks.ended == [1, 2, 3, 4]
+    assert program.ended_by is None
+
+
+@pytest.mark.parametrize("mode", BOUNDARIES)
+def test_a_hook_that_ends_the_run_leaves_no_update_behind_it(mode: Boundary) -> None:
+    trainer, hooks = InstantTrainer(), StandInHooks(end_at=2)
+    program, feeder, lines = with_hooks(mode, trainer, hooks)
+    program.prepare(None)
+    run(program, feeder)
+    assert program.ended_by == "hook at checkpoint 2"
+    assert [line["step"] for line in lines] == [1, 2]
+    saved = [r["step"] for r in trainer.received if r["command"] == "save_checkpoint"]
+    assert saved == [0, 1, 2]
+
+
+def test_a_hook_that_raises_ends_the_run_with_its_error() -> None:
+    trainer, hooks = InstantTrainer(), StandInHooks()
+    program, feeder, _ = with_hooks("staged_before_update", trainer, hooks)
+    hooks.ask = lambda step, facts: hooks.deliver(Verdict(step, False, "on_checkpoint(1) raised KeyError: 'x'"))  # type: ignore[method-assign]
+    with pytest.raises(RunFailedError, match=r"on_checkpoint\(1\) raised KeyError"):
+        run(program, feeder)
+
+
+@pytest.mark.parametrize("mode", BOUNDARIES)
+def test_a_ticket_that_fails_after_the_next_update_was_dispatched_ends_the_run_at_the_next_boundary(
+    mode: Boundary,
+) -> None:
+    trainer = InstantTrainer()
+    trainer.bad_ticket = "save_checkpoint 1"
+    held: list[TicketEvent] = []
+    events = trainer.events
+
+    def late(timeout_s: float = 0.0) -> list[TokenEvent | TicketEvent]:
+        found = []
+        for event in events(timeout_s):
+            if isinstance(event, TicketEvent) and not event.ok:
+                held.append(event)
+            else:
+                found.append(event)
+        landed = [r for r in trainer.received if r["command"] == "get_metrics" and r["step"] == 2]
+        return [*found, *(held.pop() for _ in range(len(held)) if landed)]
+
+    trainer.events = late  # type: ignore[method-assign]
+    program, feeder, lines = make(mode, trainer, checkpoint_every=1)
+    with pytest.raises(RunFailedError, match="disk full"):
+        run(program, feeder)
+    if mode == "serial":  # its bookkeeping waits for nothing of the checkpoint, so step 3 may have begun
+        assert [line["step"] for line in lines] in ([1, 2], [1, 2, 3])
+    else:
+        assert [line["step"] for line in lines][:2] == [1, 2]
+    assert lines[-1]["step"] < 4
+
+
+def test_the_feeder_hears_of_landed_updates_and_of_steps_that_are_safe() -> None:
+    program, feeder, _ = make("pipelined", InstantTrainer(), checkpoint_every=2)
+    run(program, feeder)
+    assert [step for what, step in feeder.told if what == "landed"] == [1, 2, 3, 4]
+    assert [step for what, step in feeder.told if what == "durable"] == [2, 4]
+
+
+class TwoEvals:
+    def handles(self, step: int) -> Any:
+        for index in range(2):
+            yield Handle(3, 2, 2, step=step, index=index)
+
+
+def test_the_figures_of_an_evaluation_stand_in_the_line_of_its_step() -> None:
+    more = {"evaluator": TwoEvals()}
+    program, feeder, lines = make("staged_before_update", InstantTrainer(), more=more, eval_every=2)
+    run(program, feeder)
+    assert [line["eval"] for line in lines] == [None, {"loss": 0.5, "denominator": 16.0}] * 2
+
+
+def test_weights_older_than_those_published_before_a_restart_are_not_published_again(tmp_path: Path) -> None:
+    Saving(tmp_path, {}, start=ResumeState.start(), first_step=1).weights_published(5)
+    for restored, published in [(3, []), (5, [5])]:
+        trainer = InstantTrainer()
+        program, _, _ = make("serial", trainer, out=tmp_path, weight_sync="async")
+        program.prepare(restored)
+        assert [r["version"] for r in trainer.received if r["command"] == "prepare_weight_sync"] == published

@@ -33,7 +33,8 @@ def trainer_calls(log: list[str]) -> list[str]:
 def test_commands_match_the_contracts_table(
     mode: Boundary, microbatches: int, steps: int, every: int, sync: bool
 ) -> None:
-    log = Driver(config(mode, microbatches, steps, checkpoint_every=every, weight_sync=sync)).run()
+    publishing = "async" if sync else "off"
+    log = Driver(config(mode, microbatches, steps, checkpoint_every=every, weight_sync=publishing)).run()
     wanted = expected_calls(
         mode,
         microbatches=[microbatches] * steps,

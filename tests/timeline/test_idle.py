@@ -45,3 +45,8 @@ def test_calibration_is_the_median_of_device_times() -> None:
     assert calibrated_microbatch_s([]) is None
     intervals = [(0, 10 * MS, 20 * MS), (30 * MS, 20 * MS, 50 * MS), (40 * MS, 50 * MS, 65 * MS)]
     assert calibrated_microbatch_s(intervals) == 0.015
+
+
+def test_a_first_microbatch_that_waits_for_its_late_fields_is_idle() -> None:
+    patched = replace(SEAMLESS, first_patch_ready=125 * MS, first_ready=225 * MS)
+    assert boundary_idle_s(patched, None) == 0.01

@@ -36,7 +36,9 @@ class Rig:
         layout: Layout | None = None,
         slots: int = 4,
         payload_shift: int = 0,
+        aux_slots: int = 0,
         frame_limit_nbytes: int = FRAME_LIMIT_NBYTES,
+        content: Callable[[Layout, int], dict[str, np.ndarray[Any, Any]]] | None = None,
         identity: ProcessIdentity,
         **worker: Any,
     ) -> None:
@@ -44,7 +46,9 @@ class Rig:
         self.layout = layout or toy_layout()
         self.identity = identity
         self._slots = slots
+        self._aux_slots = aux_slots
         self._shift = payload_shift
+        self._content = content or microbatch
         self._frame_limit_nbytes = frame_limit_nbytes
         self._events: queue.SimpleQueue[TokenEvent | TicketEvent] = queue.SimpleQueue()
         self.tokens: list[TokenEvent] = []
@@ -63,7 +67,7 @@ class Rig:
         self.epoch += 1
         pool = Pool.create(
             RUN, epoch=self.epoch, layouts=[self.layout], slots=self._slots, identity=self.identity,
-            payload_shift=self._shift,
+            aux_slots=self._aux_slots, payload_shift=self._shift,
         )  # fmt: skip
         self.pools.append(pool)
         return self.worker.attach(self.hello())
@@ -73,9 +77,11 @@ class Rig:
         me = (self.identity.lock_path, self.identity.pid, self.identity.start_ticks)
         return Hello(PROTOCOL_VERSION, RUN, self.epoch, self.pool.name, layouts, withdrawn or [], *me)
 
-    def publish(self, step: int, index: int, *, final: bool = False, seed: int | None = None) -> Handle:
-        slot = self.pool.acquire(self.layout, timeout_s=DEADLINE_S)
-        for name, values in microbatch(self.layout, step * 100 + index if seed is None else seed).items():
+    def publish(
+        self, step: int, index: int, *, final: bool = False, seed: int | None = None, aux: bool = False
+    ) -> Handle:
+        slot = self.pool.acquire(self.layout, timeout_s=DEADLINE_S, aux=aux)
+        for name, values in self._content(self.layout, step * 100 + index if seed is None else seed).items():
             slot.views[name][...] = values
         return slot.publish(step=step, index=index, is_final=final, rows=self.layout.fields[0].shape[0])
 

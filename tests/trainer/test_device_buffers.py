@@ -151,6 +151,21 @@ def test_a_place_is_free_when_settled_resolved_and_dropped_in_any_order(
         assert buffers.retired() == [0]
 
 
+def test_a_replayed_places_first_token_does_not_free_it(watcher: TokenWatcher, shardings: Shardings) -> None:
+    buffers = buffers_of(watcher, 1)
+    batch = buffers.upload(Lease(), shardings)
+    first = buffers.resolver(0)
+    batch.take()
+    aliasing.nudge()
+    first()
+    replay = buffers.resolver(0)
+    buffers.settled(0)
+    first()  # told twice
+    assert buffers.retired() == []
+    replay()
+    assert buffers.retired() == [0]
+
+
 def test_late_news_of_an_earlier_use_retires_nothing(watcher: TokenWatcher, shardings: Shardings) -> None:
     buffers = buffers_of(watcher, 1)
     first = buffers.upload(Lease(), shardings)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from trainer.rig import DEADLINE_S, microbatch
 
+from shmstage.errors import PoolError
 from shmstage.events import failure_path
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.pool import Pool
@@ -108,6 +109,24 @@ def test_a_session_from_hello_to_shutdown_leaves_nothing_behind(tmp_path: Path) 
     commands = [json.loads(line)["command"] for line in (tmp_path / "trainer_calls.jsonl").read_text().splitlines()]
     assert commands[:3] == ["hello", "restore_checkpoint", "save_checkpoint"]
     assert (tmp_path / "checkpoints" / "0" / "metadata.json").exists()
+
+
+def test_a_hello_with_a_bad_pool_does_not_end_the_session_of_the_living_one(tmp_path: Path) -> None:
+    with trainer(tmp_path) as process, session() as (client, pool):
+        call(client, "restore_checkpoint")
+        intruder = ProcessIdentity.create(RUN, "intruder")
+        other = Client(ZmqChannel.connect(endpoint_for(RUN, "trainer")))
+        me = (intruder.lock_path, intruder.pid, intruder.start_ticks)
+        gone = Hello(PROTOCOL_VERSION, RUN, 2, pool.name[:-5] + "zzzzz", [toy_layout().to_wire()], [], *me)
+        with pytest.raises(PoolError, match="cannot open pool"):
+            other.hello(gone, timeout_s=60.0)
+        other.close()
+        intruder.close()
+        assert call(client, "info")["gate"] == "open"
+        assert resolved(client, call(client, "save_checkpoint", step=0, metadata={})).ok
+        call(client, "shutdown", discard=True)
+        assert process.wait(DEADLINE_S) == 0
+    assert list_objects(RUN) == []
 
 
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "end of stdin"])

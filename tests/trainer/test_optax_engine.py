@@ -150,7 +150,7 @@ def test_on_a_mesh_batches_are_split_and_parameters_replicated() -> None:
         engine.fwd_bwd(data)
         engine.update()
     assert engine.weights()["w"].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec()), 1)
-    assert engine._update._cache_size() == 1
+    assert engine._programs.update._cache_size() == 1
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------

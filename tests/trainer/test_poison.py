@@ -159,7 +159,7 @@ def test_a_buffer_retired_while_jax_still_holds_its_arrays_is_caught(
     buffers.settled(batch.buffer)
     buffers.resolver(batch.buffer)()
     assert buffers.retired() == []  # the engine (or its user) still has the arrays
-    monkeypatch.setattr(device_buffers._Buffer, "retired", property(lambda self: self.settled and self.resolved))
+    monkeypatch.setattr(device_buffers._Buffer, "retired", property(lambda self: self.settled and not self.computing))
     assert buffers.retired() == [0]
     buffers.memory_of(0).fill(POISON)
     assert not np.array_equal(np.asarray(kept["x"]), content(0)["x"])

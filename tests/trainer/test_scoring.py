@@ -1,15 +1,23 @@
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 from trainer.rig import RUN, Rig, microbatch, rigged
 
-from shmstage.errors import EngineError, ProtocolError, StageMismatchError, UpdateDeferredError
+from shmstage.errors import (
+    EngineError,
+    ProtocolError,
+    StageMismatchError,
+    StaleHandleError,
+    UpdateDeferredError,
+)
 from shmstage.memory.handle import Handle
-from shmstage.memory.reader import PoolReader
-from shmstage.testing.engines import MemoryStore, ToyEngine, toy_layout
+from shmstage.memory.reader import Lease, PoolReader
+from shmstage.testing.engines import MemoryStore, ReplayingEngine, ToyEngine, toy_layout
+from shmstage.trainer import aliasing
 from shmstage.trainer.digests import payload_digest
 
 pytestmark = pytest.mark.slow
@@ -53,6 +61,7 @@ def test_scores_of_a_staged_microbatch_land_in_its_slot(role: str, name: str) ->
             "request_id": handle.request_id,
             "field": name,
             "written": True,
+            "version": 1,
             "digest": payload_digest({name: want}),
         }
         np.testing.assert_array_equal(field_in_slot(rig, handle, name), want)
@@ -183,6 +192,84 @@ def test_evaluation_trains_nothing_and_gives_its_buffer_and_slot_back() -> None:
         rig.train_step(1)
 
 
+# --- buffers and leases of what is scored by handle --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["actor", "reference"])
+def test_scoring_by_handle_takes_no_place_of_the_double_buffer(role: str) -> None:
+    """With both places taken by micro-batches that only the next forward call settles, waiting would never end."""
+    with rigged(lambda: ReplayingEngine(ToyEngine(store=MemoryStore())), layout=toy_layout(late=True)) as rig:
+        rig.call("fwd_bwd", handle=rig.publish(1, 0))
+        following = rig.publish(1, 1, final=True)
+        rig.call("stage_fwd_bwd", handle=following)
+        assert rig.worker._buffers.retired() == []
+        scored = rig.publish(2, 0)
+        assert rig.ticket(rig.call("per_token_logps", handle=scored, role=role)).ok
+        assert rig.ticket(rig.call("eval_step", handle=rig.publish(2, 1))).ok
+        rig.call("fwd_bwd_staged", request_id=following.request_id)
+        rig.call("fwd_bwd", handle=scored)
+
+
+def test_scoring_again_waits_for_the_score_before_and_not_for_ever() -> None:
+    with late_rig(slots=6) as rig:
+        tickets = [rig.call("per_token_logps", handle=rig.publish(1, n), role="actor") for n in range(5)]
+        assert all(rig.ticket(ticket).ok for ticket in tickets)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_training_slot_that_was_scored_keeps_its_lease(late: bool) -> None:
+    with rigged(layout=toy_layout(late=late)) as rig:
+        free = rig.pool.free_slot_count()
+        handle = rig.publish(1, 0)
+        event = rig.ticket(rig.call("per_token_logps", handle=handle, role="reference"))
+        assert (event.ok, event.value["written"], event.value["version"]) == (True, late, int(late))
+        assert rig.pool.free_slot_count() == free - 1
+        rig.call("fwd_bwd", handle=handle)
+        assert rig.pool.free_slot_count() == free
+
+
+@pytest.mark.parametrize("command", ["per_token_logps", "eval_step"])
+def test_the_lease_of_an_aux_slot_ends_with_its_upload(command: str) -> None:
+    with late_rig(aux_slots=1) as rig:
+        arguments = {"role": "actor"} if command == "per_token_logps" else {}
+        for seed in range(3):  # there is one aux slot: each needs the lease before it ended
+            event = rig.ticket(rig.call(command, handle=rig.publish(1, 0, seed=seed, aux=True), **arguments))
+            assert event.ok
+        if command == "per_token_logps":
+            assert event.value["written"] is False
+
+
+def test_late_fields_are_versioned_by_how_often_they_were_scored() -> None:
+    with late_rig() as rig:
+        handle = rig.publish(1, 0, seed=3)
+        versions = []
+        for role in ("actor", "reference", "actor"):
+            event = rig.ticket(rig.call("per_token_logps", handle=handle, role=role))
+            versions.append((event.value["field"], event.value["version"]))
+        assert versions == [(LATE[0], 1), (LATE[1], 1), (LATE[0], 2)]
+        assert event.value["digest"] == payload_digest({LATE[0]: field_in_slot(rig, handle, LATE[0])})
+
+
+@pytest.mark.parametrize("command", ["per_token_logps", "eval_step"])
+def test_scores_read_from_a_slot_that_moved_on_are_told_as_failed(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    with rigged(payload_shift=4) as rig:
+        monkeypatch.setattr(aliasing, "aliases_host_memory", lambda shardings: False)
+        handle = rig.publish(1, 0)
+        checks = itertools.count(1)
+
+        def check(lease: Lease) -> None:
+            if next(checks) == 2:  # the first is before the upload
+                raise StaleHandleError("the slot has moved on")
+
+        monkeypatch.setattr(Lease, "check", check)
+        arguments = {"role": "actor"} if command == "per_token_logps" else {}
+        event = rig.ticket(rig.call(command, handle=handle, **arguments))
+        assert not event.ok
+        assert "the slot has moved on" in event.error
+
+
 def test_an_engine_that_cannot_score_or_evaluate_says_so() -> None:
     class TrainsOnly:
         def __init__(self) -> None:
@@ -200,3 +287,17 @@ def test_an_engine_that_cannot_score_or_evaluate_says_so() -> None:
         with pytest.raises(EngineError, match="TrainsOnly has no such method"):
             rig.call("eval_step", handle=rig.publish(1, 1))
         rig.train_step(1)
+
+
+def test_sent_whole_after_a_stage_whose_answer_was_lost_a_microbatch_is_trained_with_the_scores_of_its_slot() -> None:
+    with late_rig(verify="full") as rig:
+        handle = rig.publish(1, 0, seed=3)
+        rig.call("stage_fwd_bwd", handle=handle)
+        want = microbatch(rig.layout, 3)
+        want[LATE[0]] = scores(rig, handle, 3)
+        # the orchestrator does not know of the stage: it scores the slot and sends the micro-batch whole
+        rig.ticket(rig.call("per_token_logps", handle=handle, role="actor"))
+        result = rig.call("fwd_bwd", handle=handle)
+        assert result["payload_digest"] == payload_digest(want)
+        assert rig.call("info")["staged"] is None
+        assert rig.pool.free_slot_count() == rig.pool.slots, "its lease has ended"

@@ -11,7 +11,7 @@ def finish(health: StepHealth, step: int, error: str = "") -> str:
     health.upload_over(step, error)
     health.forward_over(step, "")
     verdict = health.update_verdict(step, "")
-    health.update_over(step, verdict)
+    health.update_over(step, verdict, 1)
     return verdict
 
 

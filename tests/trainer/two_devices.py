@@ -62,8 +62,8 @@ def main() -> None:
                 steps = order(rig)
                 found[f"{name}.{order.__name__}"] = [steps, rig.digest()]
                 found[f"{name}.{order.__name__}.compiled"] = [
-                    rig.engine._forward._cache_size(),
-                    rig.engine._update._cache_size(),
+                    rig.engine._programs.forward._cache_size(),
+                    rig.engine._programs.update._cache_size(),
                 ]
     json.dump(found, sys.stdout)
 

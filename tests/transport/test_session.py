@@ -213,6 +213,73 @@ def test_failed_hello_raises_the_servers_error_and_can_be_tried_again(world: Wor
     assert client.hello(hello(), 1.0).incarnation == 7
 
 
+def test_a_hello_that_fails_leaves_the_living_session_as_it_was(world: World) -> None:
+    living, intruder = opened(world), world.raw()
+    world.executes = False
+    living.send(encode(Request(1, 7, 1, "update", {})))
+    intruder.send(encode(hello(epoch=2)))
+    world.turn()
+    bad = world.server.next_request(0.0)
+    assert bad is not None and bad.hello is not None and bad.hello.epoch == 2  # before what came earlier
+    world.server.emit(token(5))
+    bad.fail(ProtocolError("no such pool"))
+    told = decode(intruder.recv(0.0) or b"")
+    assert isinstance(told, Reply) and "no such pool" in told.error_text
+    world.executes = True
+    (reply,) = answers(world, living, Request(1, 7, 2, "info", {}))
+    assert (reply.sequence, reply.ok) == (2, True)
+    assert world.executed == ["info"]  # the higher sequence cancelled the one that was queued, as always
+    (refused,) = answers(world, intruder, Request(2, 7, 1, "update", {}))
+    assert (refused.ok, refused.error_kind) == (False, "PeerRestartedError")
+    intruder.close()
+    living.close()
+
+
+def test_what_was_queued_runs_after_a_hello_that_failed(world: World) -> None:
+    living, intruder = opened(world), world.raw()
+    world.executes = False
+    living.send(encode(Request(1, 7, 1, "update", {})))
+    intruder.send(encode(hello(epoch=2)))
+    world.turn()
+    bad = world.server.next_request(0.0)
+    assert bad is not None
+    bad.fail(ProtocolError("no such pool"))
+    world.executes = True
+    world.turn()
+    assert world.executed == ["update"]
+    reply = decode(living.recv(0.0) or b"")
+    assert isinstance(reply, Reply) and (reply.sequence, reply.ok) == (1, True)
+    intruder.close()
+    living.close()
+
+
+def test_events_reach_the_living_session_while_another_hello_waits(world: World) -> None:
+    living, intruder = opened(world), world.raw()
+    world.executes = False
+    intruder.send(encode(hello(epoch=2)))
+    world.turn()
+    world.server.emit(token(5))
+    assert isinstance(decode(living.recv(0.0) or b""), TokenEvent)
+    assert intruder.recv(0.0) is None
+    intruder.close()
+    living.close()
+
+
+def test_of_two_hellos_that_wait_only_the_later_one_is_executed(world: World) -> None:
+    world.executes = False
+    first, second = world.raw(), world.raw()
+    first.send(encode(hello(epoch=1)))
+    second.send(encode(hello(epoch=2)))
+    world.turn()
+    world.executes = True
+    world.turn()
+    assert world.executed == ["hello"]
+    assert first.recv(0.0) is None
+    assert isinstance(decode(second.recv(0.0) or b""), Welcome)
+    first.close()
+    second.close()
+
+
 def test_hello_waiting_tells_the_executing_thread_to_end_its_waits(world: World) -> None:
     raw = world.raw()
     assert not world.server.hello_waiting
@@ -312,6 +379,7 @@ def test_new_epoch_cancels_what_the_old_one_had_waiting(world: World) -> None:
     world.executes = True
     client, _ = world.client()
     client.hello(hello(epoch=2), 1.0)
+    world.turn()
     assert world.executed == ["hello"]
     raw.close()
 
@@ -680,3 +748,28 @@ def test_event_that_cannot_travel_is_refused_where_it_is_made(world: World) -> N
         world.server.emit(TicketEvent(0, 1, "metrics", 1, True, {"x": (1,)}, "", {}))
     world.server.emit(token(1))
     assert [event.number for event in client.events(1.0)] == [1]  # the refused one left no hole
+
+
+def test_reply_that_comes_after_its_call_was_given_up_answers_no_other_call(world: World) -> None:
+    client, _ = world.client()
+    client.hello(hello(), 1.0)
+    world.executes = False
+    with pytest.raises(WaitTimeoutError):
+        client.call("slow", {"n": 1}, timeout_s=1.0)
+    running = world.server.next_request(0.0)
+    assert running is not None
+    running.reply({"late": True})
+    world.executes = True
+    assert client.call("next", {"n": 2}, timeout_s=1.0) == {"echo": {"n": 2}}
+
+
+def test_gap_is_asked_for_again_when_the_question_is_lost_too(world: World) -> None:
+    client, channel = world.client()
+    client.hello(hello(), 1.0)
+    channel.loses_in, channel.loses_out = once(TokenEvent), once(EventAck)
+    client.call("emit", {"steps": [1, 2, 3]}, timeout_s=1.0)
+    found = client.events(1.0)
+    while len(found) < 3:
+        assert world.clock() < 110.0, "an event never came"
+        found += client.events(1.0)
+    assert [event.step for event in found] == [1, 2, 3]

@@ -1,0 +1,48 @@
+"""Follows ``steps.jsonl`` while somebody else writes it, rolls it back, writes it anew."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, final
+
+
+@final
+class StepFollower:
+    """``new`` gives each step line once: a restart copies the lines that stay into a new file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = 0
+        self._offset = 0
+        self._last = (0, 0)
+
+    def new(self) -> list[dict[str, Any]]:
+        """Lines that were not given before, in order. Raises ``ValueError`` for what is no step line."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode, self._offset = status.st_ino, 0
+            file.seek(self._offset)
+            read = file.read()
+        whole, newline, _ = read.rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        found = []
+        for text in whole.splitlines():
+            line = json.loads(text)
+            number = _number(line)
+            if number > self._last:
+                self._last = number
+                found.append(line)
+        return found
+
+
+def _number(line: Any) -> tuple[int, int]:
+    """What orders step lines: a later attempt's come after all of an earlier one's."""
+    try:
+        return int(line["attempt"]), int(line["step"])
+    except (KeyError, TypeError):
+        raise ValueError(f"{line!r:.60} is no step line") from None

@@ -1,0 +1,66 @@
+"""Evaluation micro-batches: packed from a bundle of their own into aux slots, which training never takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+from shmstage.memory.handle import Handle
+from shmstage.memory.identity import PeerWatch
+from shmstage.memory.layout import Layout
+from shmstage.memory.pool import Pool
+from shmstage.orchestrator.intake import Intake
+from shmstage.packing.fill import fill_microbatch, microbatch_digest
+from shmstage.packing.plan import PlanSettings
+from shmstage.packing.source import Source
+
+
+@final
+class Evaluator:
+    """Packs the same micro-batches each time it is asked; one aux slot is enough, more of them overlap better."""
+
+    def __init__(
+        self,
+        source: Source,
+        plan: PlanSettings,
+        pool: Pool,
+        layout: Layout,
+        *,
+        slot_timeout_s: float,
+        peers: Sequence[PeerWatch],
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._source = source
+        self._plan = plan
+        self._pool = pool
+        self._layout = layout
+        self._slot_timeout_s = slot_timeout_s
+        self._peers = tuple(peers)
+        self._stop = stop
+
+    def handles(self, step: int) -> Iterator[Handle]:
+        """Handles of published aux slots, one by one; the next is packed when a slot is free again."""
+        for index, planned in enumerate(Intake(self._source, self._plan, passes=1)):
+            trajectories = {number: arrival.trajectory for number, arrival in planned.arrivals.items()}
+            slot = self._pool.acquire(
+                self._layout, aux=True, timeout_s=self._slot_timeout_s, peers=self._peers, stop=self._stop
+            )
+            with slot:
+                filled = fill_microbatch(planned.plan, trajectories, slot.views)
+                yield slot.publish(
+                    digest=microbatch_digest(planned.plan, trajectories), rows=len(planned.plan.rows), step=step,
+                    index=index, loss_tokens=filled.loss_tokens, segments=filled.segments,
+                )  # fmt: skip
+
+
+def summed(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The figures of all micro-batches: sums, and every sum divided by the summed denominator where there is one."""
+    totals: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+    denominator = totals.get("denominator", 0.0)
+    if not denominator:
+        return totals
+    means = {name.removesuffix("_sum"): value / denominator for name, value in totals.items() if name != "denominator"}
+    return {**means, "denominator": denominator}

@@ -1,0 +1,137 @@
+"""What a user hangs into a run: told of durable checkpoints, where it may end the run, and of finished steps.
+
+    hooks = "module:factory"      factory(settings) -> object with on_checkpoint and / or on_step_end
+
+``on_checkpoint(step, facts) -> bool | None``: ``False`` ends the run there; the next update waits for the answer.
+``on_step_end(line)``: gets each step line; what it raises is logged once and never ends a step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from shmstage.events import JsonLines, read_json_lines
+
+VERDICTS = "hooks.jsonl"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the hook said of checkpoint ``step``; ``error`` if it raised, which ends the run."""
+
+    step: int
+    go_on: bool
+    error: str = ""
+
+
+@final
+class Hooks:
+    """Runs ``on_checkpoint`` on a thread of its own, so that micro-batches go out meanwhile.
+
+    Verdicts are kept in OUT, and ``verdict_of`` finds them after a restart. ``deliver`` is called on the hook's thread.
+    """
+
+    def __init__(self, hook: Any, out: Path, deliver: Callable[[Verdict], None]) -> None:
+        self._on_checkpoint: Callable[..., Any] | None = getattr(hook, "on_checkpoint", None)
+        self._on_step_end: Callable[..., Any] | None = getattr(hook, "on_step_end", None)
+        self._deliver = deliver
+        self._known = {line["step"]: bool(line["go_on"]) for line in read_json_lines(out / VERDICTS)}
+        self._record = JsonLines(out / VERDICTS)
+        self._asked: queue.SimpleQueue[tuple[int, Mapping[str, Any]] | None] = queue.SimpleQueue()
+        self._step_end_failed = False
+        self._thread = threading.Thread(target=self._run, name="hooks", daemon=True)
+        self._thread.start()
+
+    @property
+    def decides(self) -> bool:
+        """True if updates have to wait for it."""
+        return self._on_checkpoint is not None
+
+    def verdict_of(self, step: int) -> bool | None:
+        """What OUT records of checkpoint ``step``; ``None`` if the hook has not spoken on it."""
+        return self._known.get(step)
+
+    def ask(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Have checkpoint ``step`` judged; the answer comes through ``deliver``."""
+        self._asked.put((step, facts))
+
+    def step_ended(self, line: Mapping[str, Any]) -> None:
+        """Runs ``on_step_end`` on the calling thread."""
+        if self._on_step_end is None:
+            return
+        try:
+            self._on_step_end(line)
+        except Exception as error:
+            if not self._step_end_failed:
+                self._step_end_failed = True
+                print(f"on_step_end raised {type(error).__name__}: {error}; the run goes on", flush=True)
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Ends the thread unless the hook hangs; then it dies with the process."""
+        self._asked.put(None)
+        self._thread.join(timeout_s)
+        self._record.close()
+
+    def _run(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            step, facts = asked
+            self._deliver(self._judge(step, facts))
+
+    def _judge(self, step: int, facts: Mapping[str, Any]) -> Verdict:
+        assert self._on_checkpoint is not None
+        try:
+            go_on = self._on_checkpoint(step, facts) is not False
+        except BaseException as error:  # SystemExit, too: it would end the thread without a word
+            return Verdict(step, False, f"on_checkpoint({step}) raised {type(error).__name__}: {error}")
+        self._record.write({"step": step, "go_on": go_on})
+        return Verdict(step, go_on)
+
+
+
+@final
+class Judging:
+    """Checkpoints on their way through ``on_checkpoint``: durable first, then complete with what is known of them.
+
+    ``facts_of(step)`` is ``None`` while metrics or the evaluation of the step are missing. Without a hook that decides
+    it does nothing.
+    """
+
+    def __init__(self, hooks: Hooks | None, facts_of: Callable[[int], Mapping[str, Any] | None]) -> None:
+        self._hooks = hooks if hooks is not None and hooks.decides else None
+        self._facts_of = facts_of
+        self._durable: list[int] = []
+        self._asked: set[int] = set()
+
+    @property
+    def going_on(self) -> tuple[int, ...]:
+        """The checkpoints a verdict is missing on."""
+        return (*self._durable, *sorted(self._asked))
+
+    def restored(self, step: int) -> Verdict | None:
+        """The verdict in OUT; without one the hook may have been killed while it judged, and is asked again."""
+        known = self._hooks.verdict_of(step) if self._hooks is not None else None
+        if known is None:
+            self.durable(step)
+            return None
+        return Verdict(step, known)
+
+    def durable(self, step: int) -> None:
+        if self._hooks is not None:
+            self._durable.append(step)
+
+    def ask(self) -> None:
+        """Pass on what is complete now."""
+        for step in list(self._durable):
+            facts = self._facts_of(step)
+            if facts is not None and self._hooks is not None:
+                self._durable.remove(step)
+                self._asked.add(step)
+                self._hooks.ask(step, facts)
+
+    def heard(self, verdict: Verdict) -> None:
+        self._asked.discard(verdict.step)

@@ -1,0 +1,54 @@
+"""The producer's part in late fields: what it writes into a published slot once the trainer's scores are there.
+
+Each late field has one writer. The trainer writes log-probs; the producer, which alone knows what the sampler said,
+writes ``sampler_is_weights``. ``completion_mask`` is late as well with recomputed log-probs, and stays as packed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from shmstage.memory.handle import Handle
+from shmstage.memory.pool import Pool
+from shmstage.orchestrator.importance import sampler_is_weights
+from shmstage.packing.fields import OLD_LOGPS, SAMPLER_IS_WEIGHTS
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What ``patch_staged`` is told."""
+
+    fields: tuple[str, ...]
+    loss_tokens: int
+
+
+@final
+class LateFields:
+    """Called by the program's thread, once before a micro-batch is scored and once after."""
+
+    def __init__(self, pool: Pool, *, sampler_is_cap: float) -> None:
+        self._pool = pool
+        self._cap = sampler_is_cap
+        self._sampled: dict[Handle, npt.NDArray[np.float32]] = {}
+
+    def before_scoring(self, handle: Handle) -> None:
+        """Keep the sampler's log-probs, which the trainer is about to write over."""
+        self._sampled[handle] = np.array(self._pool.late_views(handle)[OLD_LOGPS])
+
+    def after_scoring(self, handle: Handle) -> Patch:
+        """Derive what is the producer's, write it into the slot, and say what is to be patched.
+
+        Raises ``StaleHandleError`` if the slot has moved on.
+        """
+        late = self._pool.late_views(handle)
+        sampled = self._sampled.pop(handle)
+        late[SAMPLER_IS_WEIGHTS][:] = sampler_is_weights(
+            sampled, late[OLD_LOGPS], late["completion_mask"], self._cap
+        )
+        self._pool.commit_late(handle, SAMPLER_IS_WEIGHTS)
+        names = (OLD_LOGPS, "completion_mask", SAMPLER_IS_WEIGHTS)
+        return Patch(tuple(name for name in names if name in late), handle.loss_tokens)

@@ -1,0 +1,89 @@
+"""Reads a source pass by pass, in the order in which its groups are trained: at once, or ahead on a thread."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Iterator
+from typing import final
+
+from shmstage.errors import StoppedError
+from shmstage.orchestrator.batch_order import BatchOrder, Expected, Item, Order
+from shmstage.orchestrator.held import HeldBytes
+from shmstage.orchestrator.queue import BatchOrderedQueue
+from shmstage.orchestrator.resume import Place, ResumeState
+from shmstage.packing.source import Source
+from shmstage.packing.trajectory import Group
+
+#: how long a source that sits in its own code is waited for when reading ends; after that its thread is left to it
+CLOSE_S = 2.0
+
+
+def expected_groups(source: Source) -> Expected | None:
+    """How many groups each batch will have, if the source says so."""
+    expected: Expected | None = getattr(source, "expected_groups", None)
+    return expected
+
+
+def read_passes(source: Source, state: ResumeState, *, passes: int | None, order: Order) -> Iterator[Item]:
+    """Everything from ``state`` on, each pass closed by its ``PassEnd``; ``passes`` of None goes on for ever."""
+    for place, groups in _passes(source, state, passes):
+        turns = BatchOrder(order, place, expected_groups(source))
+        for group in groups:
+            yield from turns.put(group)
+        yield from turns.end()
+
+
+def _passes(source: Source, state: ResumeState, passes: int | None) -> Iterator[tuple[Place, Iterator[Group]]]:
+    number, place = state.pass_number, state.place
+    while passes is None or number <= passes:
+        yield place, source.groups(place.cursor)
+        number, place = number + 1, Place()
+
+
+@final
+class SourceReader:
+    """Reads ahead on a thread of its own, as far as ``queue`` has room. ``items`` gives what ``read_passes`` would."""
+
+    def __init__(
+        self, source: Source, state: ResumeState, *, passes: int | None, order: Order, held: HeldBytes
+    ) -> None:
+        self.queue = BatchOrderedQueue(
+            order, pass_number=state.pass_number, place=state.place, expected=expected_groups(source), held=held
+        )
+        self._source = source
+        self._state = state
+        self._passes = passes
+        self._thread = threading.Thread(target=self._run, name="source reader", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def items(self) -> Iterator[Item]:
+        """Raises what the source raised, after everything it gave before."""
+        while (item := self.queue.take()) is not None:
+            yield item
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Every wait ends at once; a source that is busy in its own code is waited for, but not for ever."""
+        self.queue.abort(StoppedError("reading the source was ended"))
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            for _, groups in _passes(self._source, self._state, self._passes):
+                try:
+                    for group in groups:
+                        self.queue.put(group)
+                finally:
+                    close = getattr(groups, "close", None)
+                    if close is not None:
+                        close()
+                self.queue.end_pass()
+        except BaseException as error:
+            # its frames hold what was read last
+            traceback.clear_frames(error.__traceback__)
+            self.queue.end(error)
+        else:
+            self.queue.end()

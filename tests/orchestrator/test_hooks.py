@@ -1,0 +1,116 @@
+"""Hooks: asked when a checkpoint is durable and complete, recorded in OUT, never able to end a step by a log line."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmstage.orchestrator.hooks import Hooks, Judging, Verdict
+
+
+class Recorder:
+    def __init__(self, answers: Mapping[int, Any] | None = None) -> None:
+        self.answers = dict(answers or {})
+        self.asked: list[tuple[int, Mapping[str, Any]]] = []
+        self.lines: list[Mapping[str, Any]] = []
+
+    def on_checkpoint(self, step: int, facts: Mapping[str, Any]) -> Any:
+        self.asked.append((step, facts))
+        answer = self.answers.get(step)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def on_step_end(self, line: Mapping[str, Any]) -> None:
+        self.lines.append(line)
+        raise OSError("exporter gone")
+
+
+@contextmanager
+def hooks_of(hook: object, out: Path) -> Iterator[tuple[Hooks, queue.SimpleQueue[Verdict]]]:
+    heard: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+    hooks = Hooks(hook, out, heard.put)
+    try:
+        yield hooks, heard
+    finally:
+        hooks.close()
+
+
+@pytest.mark.parametrize(("answer", "go_on"), [(None, True), (True, True), (0, True), (False, False)])
+def test_only_false_ends_the_run(tmp_path: Path, answer: object, go_on: bool) -> None:
+    with hooks_of(Recorder({4: answer}), tmp_path) as (hooks, heard):
+        hooks.ask(4, {})
+        assert heard.get(timeout=10) == Verdict(4, go_on)
+
+
+def test_a_hook_that_raises_is_a_verdict_with_its_error_and_is_not_recorded(tmp_path: Path) -> None:
+    with hooks_of(Recorder({4: SystemExit(3)}), tmp_path) as (hooks, heard):
+        hooks.ask(4, {})
+        verdict = heard.get(timeout=10)
+        assert not verdict.go_on
+        assert verdict.error == "on_checkpoint(4) raised SystemExit: 3"
+    with hooks_of(Recorder(), tmp_path) as (hooks, _):
+        assert hooks.verdict_of(4) is None
+
+
+def test_verdicts_are_found_again_in_out(tmp_path: Path) -> None:
+    with hooks_of(Recorder({2: False}), tmp_path) as (hooks, heard):
+        hooks.ask(1, {})
+        hooks.ask(2, {})
+        heard.get(timeout=10)
+        heard.get(timeout=10)
+    with hooks_of(Recorder(), tmp_path) as (hooks, _):
+        assert [hooks.verdict_of(step) for step in (1, 2, 3)] == [True, False, None]
+
+
+def test_what_on_step_end_raises_is_logged_once_and_never_ends_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hook = Recorder()
+    with hooks_of(hook, tmp_path) as (hooks, _):
+        hooks.step_ended({"step": 1})
+        hooks.step_ended({"step": 2})
+    assert [line["step"] for line in hook.lines] == [1, 2]
+    assert capsys.readouterr().out.count("on_step_end raised OSError: exporter gone") == 1
+
+
+def test_a_hook_without_on_checkpoint_decides_nothing(tmp_path: Path) -> None:
+    with hooks_of(object(), tmp_path) as (hooks, _):
+        assert not hooks.decides
+        judging = Judging(hooks, lambda step: {})
+        judging.durable(3)
+        assert judging.going_on == ()
+
+
+def test_a_checkpoint_is_judged_when_its_metrics_and_evaluation_are_there(tmp_path: Path) -> None:
+    known: dict[int, dict[str, Any]] = {}
+    hook = Recorder()
+    with hooks_of(hook, tmp_path) as (hooks, heard):
+        judging = Judging(hooks, known.get)
+        judging.durable(3)
+        judging.ask()
+        assert judging.going_on == (3,)
+        assert heard.empty()
+        known[3] = {"eval": {"loss": 0.25}}
+        judging.ask()
+        verdict = heard.get(timeout=10)
+        judging.heard(verdict)
+        assert judging.going_on == ()
+    assert hook.asked == [(3, {"eval": {"loss": 0.25}})]
+
+
+def test_the_restored_checkpoints_hook_runs_again_unless_out_records_its_verdict(tmp_path: Path) -> None:
+    with hooks_of(Recorder(), tmp_path) as (hooks, heard):
+        judging = Judging(hooks, lambda step: {})
+        assert judging.restored(5) is None
+        judging.ask()
+        assert heard.get(timeout=10) == Verdict(5, True)
+    with hooks_of(Recorder(), tmp_path) as (hooks, heard):
+        judging = Judging(hooks, lambda step: {})
+        assert judging.restored(5) == Verdict(5, True)
+        assert judging.going_on == ()
