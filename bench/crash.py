@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ AFTER_A_DEATH = ("starting", "restoring", "compiling")
 SPREAD_S = {"starting": 2.5, "compiling": 0.3, "restoring": 0.1, "first_checkpoint": 0.1, "shutdown": 0.05}
 SHORT_S = 0.01
 RUN_DEADLINE_S = 900.0
+MOST_STEPS_BETWEEN_KILLS = 4
 #: how long a kill waits for its phase before the next one in the deck is tried
 PHASE_DEADLINE_S = 60.0
 
@@ -77,6 +78,7 @@ class Calls:
         self._rest = b""
         self.phase = "starting"
         self.seen: Counter[str] = Counter({"starting": 1})
+        self.saved = 0  # the highest step of which a checkpoint was asked for
 
     def read(self) -> None:
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
@@ -97,7 +99,9 @@ class Calls:
         command = record["command"]
         if self.phase == "first_checkpoint" and command in ("prepare_weight_sync", "get_metrics"):
             return  # the weights of step 0 go out while its checkpoint is written
-        first = command == "save_checkpoint" and record.get("step") == 0
+        if command == "save_checkpoint":
+            self.saved = max(self.saved, record["step"])
+        first = command == "save_checkpoint" and record["step"] == 0
         self._enter("first_checkpoint" if first else PHASES.get(command, command))
 
     def _enter(self, phase: str) -> None:
@@ -129,13 +133,20 @@ class Disturbed:
     def is_over(self) -> bool:
         return self.process.poll() is not None or time.monotonic() > self._began + RUN_DEADLINE_S
 
-    def wait_for(self, phase: str, times: int) -> bool:
-        """Until the phase has been entered so often from now on; False if it is not going to be."""
+    def wait_for(self, phase: str) -> bool:
+        """Until the trainer is in that phase; False if it is not going to be."""
         self.calls.read()
-        times = 1 if phase in SPREAD_S else times  # they do not come with every step
-        wanted = self.calls.seen[phase] + times - (self.calls.phase == phase)
+        wanted = self.calls.seen[phase] + (self.calls.phase != phase)
+        return self._wait(lambda: self.calls.seen[phase] >= wanted)
+
+    def get_further(self, steps: int) -> bool:
+        """Until so many more steps than ever before were saved; False if the run ends before that."""
+        wanted = self.calls.saved + steps
+        return self._wait(lambda: self.calls.saved >= wanted)
+
+    def _wait(self, is_so: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + PHASE_DEADLINE_S
-        while self.calls.seen[phase] < wanted:
+        while not is_so():
             if self.is_over or time.monotonic() > deadline:
                 return False
             time.sleep(0.001)
@@ -190,29 +201,26 @@ def disturb(
 ) -> None:
     """Kill until enough is done or the run is over."""
     # the start of a run is the only time for its first checkpoint
-    role, phase = ROLES[tally.runs % 2], rng.choice(["first_checkpoint", "starting", "compiling"])
-    needs_a_death = False
+    if run.wait_for(rng.choice(["first_checkpoint", "starting", "compiling"])):
+        _strike(run, ROLES[tally.runs % 2], tally, rng)
     in_a_step = ["prepare_weight_sync", *(IF_STAGED if args.boundary.startswith("staged") else ["fwd_bwd"])]
     while tally.kills < args.kills and not run.is_over:
-        if needs_a_death:
-            run.wait_for(rng.choice(in_a_step), 1)
-            _kill(run, min(ROLES, key=lambda each: tally.by_role[each]), tally)
-            if tally.kills >= args.kills:
-                return
-        if run.wait_for(phase, 1 if needs_a_death else rng.randint(1, 3)):
-            time.sleep(rng.uniform(0.0, SPREAD_S.get(phase, SHORT_S)))
-            _kill(run, role, tally)
         role, phase = next(targets)
+        run.get_further(rng.randint(0, MOST_STEPS_BETWEEN_KILLS))
         rarely = phase == "fwd_bwd" and args.boundary.startswith("staged")
-        needs_a_death = (phase in AFTER_A_DEATH or rarely) and run.calls.phase != phase
+        if (phase in AFTER_A_DEATH or rarely) and run.wait_for(rng.choice(in_a_step)):
+            _strike(run, min(ROLES, key=lambda each: tally.by_role[each]), tally, rng)
+        if tally.kills < args.kills and run.wait_for(phase):
+            _strike(run, role, tally, rng)
 
 
-def _kill(run: Disturbed, role: str, tally: Tally) -> None:
+def _strike(run: Disturbed, role: str, tally: Tally, rng: random.Random) -> None:
+    time.sleep(rng.uniform(0.0, SPREAD_S.get(run.calls.phase, SHORT_S)))
     phase = run.kill(role)
     if phase is not None:
         tally.by_role[role] += 1
         tally.by_phase[phase] += 1
-        print(f"kill {tally.kills}: {role} in {phase}", file=sys.stderr)
+        print(f"kill {tally.kills}: {role} in {phase}, step {run.calls.saved} saved", file=sys.stderr)
 
 
 def differences(summary: dict[str, Any], undisturbed: dict[str, Any], lines: list[dict[str, Any]]) -> list[str]:
@@ -309,7 +317,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="kills that have to hit (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of phases and instants (default 0)")
-    parser.add_argument("--steps", type=int, default=30, help="steps of each run (default 30)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each run (default 40)")
     parser.add_argument("--boundary", choices=BOUNDARIES, default="staged_before_update")
     parser.add_argument("--microbatches-per-step", type=int, default=2)
     parser.add_argument("--checkpoint-every", type=int, default=1)

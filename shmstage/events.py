@@ -17,8 +17,8 @@ from shmstage.errors import RunFailedError, SettingsError, ShmstageError, by_nam
 class JsonLines:
     """Append-only JSON lines, flushed per record: a killed process leaves whole lines and perhaps a torn last one.
 
-    That one is cut off before anything is added. ``write`` never raises: the first failure is said once on stderr,
-    later ones are counted in ``failures``.
+    That one is cut off before anything is added. Nothing here raises once it is made: the first failure is said once on
+    stderr, later ones are counted in ``failures``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,7 +27,8 @@ class JsonLines:
         _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: dict[str, Any]) -> bool:
+        """True if the record is in the file."""
         try:
             self._file.write(json.dumps(record, allow_nan=True) + "\n")
             self._file.flush()
@@ -36,9 +37,20 @@ class JsonLines:
             if self.failures == 1:
                 with contextlib.suppress(OSError):  # the log may lie on the same full disk
                     print(f"shmstage: {self.path}: record lost ({error}); the run goes on", file=sys.stderr, flush=True)
+            return False
+        return True
+
+    def sync(self) -> bool:
+        """True if everything written is on the disk: it survives a loss of power."""
+        try:
+            os.fsync(self._file.fileno())
+        except (OSError, ValueError):
+            return False
+        return True
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be flushed has been counted already
+            self._file.close()
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -86,6 +86,7 @@ class Settings(BaseModel):
     start_timeout_s: float = Field(120.0, gt=0, le=MAX_WAIT_S, description="deadline for the trainer to come up")
     call_timeout_s: float = Field(600.0, gt=0, le=MAX_WAIT_S, description="deadline for one trainer command")
     slot_timeout_s: float = Field(600.0, gt=0, le=MAX_WAIT_S, description="deadline for a free slot")
+    hook_timeout_s: float = Field(3600.0, gt=0, le=MAX_WAIT_S, description="deadline for on_checkpoint")
     max_restarts: int = Field(3, ge=0, description="how often each child may be started again after it died")
     restart_backoff_s: float = Field(1.0, ge=0, le=MAX_WAIT_S, description="wait before the first restart; doubles")
     stop_grace_s: float = Field(20.0, gt=0, le=MAX_WAIT_S, description="how long children may take to stop")

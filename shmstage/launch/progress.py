@@ -105,6 +105,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         ("trajectories", f"{seen['distinct']} distinct, {seen['trained']} trained"),
         ("parameters", summary["param_digest"]),
         ("leaked pools", f"{summary['leaked_pools']}"),
+        *(("restarts", f"{role} {count}") for role, count in summary.get("restarts", {}).items() if count),
         *(("[bold]look at[/]", warning) for warning in summary["warnings"]),
     ]
     for name, value in rows:

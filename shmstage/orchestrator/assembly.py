@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -93,6 +92,13 @@ def schedule_config(settings: Settings, first_step: int = 1, *, hook: bool = Fal
     )  # fmt: skip
 
 
+def hooks_of(settings: Settings) -> Hooks | None:
+    """What ``hooks`` names, or nothing. Raises ``PluginError``, or the factory's own; the caller closes it."""
+    if not settings.hooks:
+        return None
+    return Hooks(make("hooks", settings.hooks, settings.hooks_settings, needs=()), settings.out_dir)
+
+
 @final
 @dataclass(frozen=True)
 class Parts:
@@ -111,16 +117,18 @@ def assemble(
     pool: Pool,
     client: TrainerClient,
     trainer: PeerWatch,
-    stack: ExitStack,
+    hooks: Hooks | None,
     *,
     plan: Mapping[str, Any],
     start: ResumeState,
     first_step: int,
     attempt: int,
-    write_step: Callable[[dict[str, Any]], None],
+    write_step: Callable[[dict[str, Any]], bool],
+    sync_lines: Callable[[], bool],
     stop_requested: Callable[[], bool],
+    restored_line: Mapping[str, Any] | None = None,
 ) -> Parts:
-    """Everything between the restored trainer and the first command. What has to be closed goes onto ``stack``."""
+    """Everything between the restored trainer and the first command; the caller closes the feeder."""
     latch = Latch(
         enabled=settings.latch and settings.boundary.startswith("staged"), min_upload_s=settings.latch_min_upload_s,
         staged_after=settings.boundary == "staged_after_update",
@@ -129,17 +137,11 @@ def assemble(
         mode=settings.boundary, tokens_per_microbatch=settings.rows * settings.tokens, rows=settings.rows,
         slot_nbytes=layouts.train.payload_nbytes, latch=latch,
     )  # fmt: skip
-    delivered: list[Program] = []
-    hooks = None
-    if settings.hooks:
-        hook = make("hooks", settings.hooks, settings.hooks_settings, needs=())
-        hooks = Hooks(hook, settings.out_dir, lambda verdict: delivered[0].deliver(verdict))
-        stack.callback(hooks.close)
     evaluator = None
     if evaluation is not None and layouts.evaluate is not None and settings.eval_every:
         evaluator = Evaluator(
             evaluation, plan_settings(settings), pool, layouts.evaluate, slot_timeout_s=settings.slot_timeout_s,
-            peers=[trainer],
+            peers=[trainer], stop=stop_requested,
         )  # fmt: skip
     program = Program(
         schedule_config(
@@ -148,13 +150,15 @@ def assemble(
         ),
         client,
         ledger,
-        Saving(settings.out_dir, plan, start=start, first_step=first_step),
-        write_step=write_step, stop_requested=stop_requested, call_timeout_s=settings.call_timeout_s,
+        Saving(settings.out_dir, plan, start=start, first_step=first_step, restored_line=restored_line),
+        write_step=write_step, sync_lines=sync_lines, hook_timeout_s=settings.hook_timeout_s,
+        stop_requested=stop_requested, call_timeout_s=settings.call_timeout_s,
         stage_wait_s=settings.stage_wait_s, attempt=attempt, heartbeat=pool.heartbeat, hooks=hooks,
         evaluator=evaluator,
         late=LateFields(pool, sampler_is_cap=settings.sampler_is_cap) if settings.recompute_old_logps else None,
     )  # fmt: skip
-    delivered.append(program)
+    if hooks is not None:
+        hooks.listen(program.deliver)
     intake = Intake(
         source, plan_settings(settings), passes=source.passes, resume=start, order=settings.order,
         max_held_bytes=settings.max_held_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
+from shmstage.errors import StoppedError
 from shmstage.memory.handle import Handle
 from shmstage.memory.identity import PeerWatch
 from shmstage.memory.layout import Layout
@@ -42,9 +43,12 @@ class Evaluator:
         """Handles of published aux slots, one by one; the next is packed when a slot is free again."""
         for index, planned in enumerate(Intake(self._source, self._plan, passes=1)):
             trajectories = {number: arrival.trajectory for number, arrival in planned.arrivals.items()}
-            slot = self._pool.acquire(
-                self._layout, aux=True, timeout_s=self._slot_timeout_s, peers=self._peers, stop=self._stop
-            )
+            try:
+                slot = self._pool.acquire(
+                    self._layout, aux=True, timeout_s=self._slot_timeout_s, peers=self._peers, stop=self._stop
+                )
+            except StoppedError:
+                return  # a part of an evaluation is of no use, and there is a step to be saved
             with slot:
                 filled = fill_microbatch(planned.plan, trajectories, slot.views)
                 yield slot.publish(

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from shmstage.errors import WaitTimeoutError
 from shmstage.events import JsonLines, read_json_lines
 
 VERDICTS = "hooks.jsonl"
@@ -33,13 +35,14 @@ class Verdict:
 class Hooks:
     """Runs ``on_checkpoint`` on a thread of its own, so that micro-batches go out meanwhile.
 
-    Verdicts are kept in OUT, and ``verdict_of`` finds them after a restart. ``deliver`` is called on the hook's thread.
+    Verdicts are kept in OUT, and ``verdict_of`` finds them after a restart. One object serves all sessions with the
+    trainer: a hook that judges while the trainer is started again is never called twice at once.
     """
 
-    def __init__(self, hook: Any, out: Path, deliver: Callable[[Verdict], None]) -> None:
+    def __init__(self, hook: Any, out: Path) -> None:
         self._on_checkpoint: Callable[..., Any] | None = getattr(hook, "on_checkpoint", None)
         self._on_step_end: Callable[..., Any] | None = getattr(hook, "on_step_end", None)
-        self._deliver = deliver
+        self._deliver: Callable[[Verdict], None] = lambda verdict: None
         self._known = {line["step"]: bool(line["go_on"]) for line in read_json_lines(out / VERDICTS)}
         self._record = JsonLines(out / VERDICTS)
         self._asked: queue.SimpleQueue[tuple[int, Mapping[str, Any]] | None] = queue.SimpleQueue()
@@ -56,8 +59,12 @@ class Hooks:
         """What OUT records of checkpoint ``step``; ``None`` if the hook has not spoken on it."""
         return self._known.get(step)
 
+    def listen(self, deliver: Callable[[Verdict], None]) -> None:
+        """Verdicts go to ``deliver`` from now on, on the hook's thread."""
+        self._deliver = deliver
+
     def ask(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Have checkpoint ``step`` judged; the answer comes through ``deliver``."""
+        """Have checkpoint ``step`` judged; the answer goes to who listens."""
         self._asked.put((step, facts))
 
     def step_ended(self, line: Mapping[str, Any]) -> None:
@@ -88,6 +95,7 @@ class Hooks:
             go_on = self._on_checkpoint(step, facts) is not False
         except BaseException as error:  # SystemExit, too: it would end the thread without a word
             return Verdict(step, False, f"on_checkpoint({step}) raised {type(error).__name__}: {error}")
+        self._known[step] = go_on
         self._record.write({"step": step, "go_on": go_on})
         return Verdict(step, go_on)
 
@@ -101,11 +109,20 @@ class Judging:
     it does nothing.
     """
 
-    def __init__(self, hooks: Hooks | None, facts_of: Callable[[int], Mapping[str, Any] | None]) -> None:
+    def __init__(
+        self,
+        hooks: Hooks | None,
+        facts_of: Callable[[int], Mapping[str, Any] | None],
+        *,
+        timeout_s: float = 3600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._hooks = hooks if hooks is not None and hooks.decides else None
         self._facts_of = facts_of
+        self._timeout_s = timeout_s
+        self._clock = clock
         self._durable: list[int] = []
-        self._asked: set[int] = set()
+        self._asked: dict[int, float] = {}
 
     @property
     def going_on(self) -> tuple[int, ...]:
@@ -118,6 +135,7 @@ class Judging:
         if known is None:
             self.durable(step)
             return None
+        self._asked[step] = self._clock()
         return Verdict(step, known)
 
     def durable(self, step: int) -> None:
@@ -130,8 +148,18 @@ class Judging:
             facts = self._facts_of(step)
             if facts is not None and self._hooks is not None:
                 self._durable.remove(step)
-                self._asked.add(step)
+                self._asked[step] = self._clock()
                 self._hooks.ask(step, facts)
 
-    def heard(self, verdict: Verdict) -> None:
-        self._asked.discard(verdict.step)
+    def heard(self, verdict: Verdict) -> bool:
+        """False if that was not asked here: it was, by a session with a trainer that is dead."""
+        return self._asked.pop(verdict.step, None) is not None
+
+    def check(self) -> None:
+        """Raises ``WaitTimeoutError`` if the hook has not answered in time."""
+        for step, asked_at in self._asked.items():
+            if self._clock() - asked_at > self._timeout_s:
+                raise WaitTimeoutError(
+                    f"on_checkpoint({step}) has not returned within {self._timeout_s:g} s; raise hook_timeout_s if it "
+                    "may take longer"
+                )

@@ -11,6 +11,7 @@ from typing import final
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from shmstage.memory.handle import Handle
 from shmstage.memory.pool import Pool
@@ -24,6 +25,8 @@ class Patch:
 
     fields: tuple[str, ...]
     loss_tokens: int
+    #: (name, xxh3-128) of what the producer wrote
+    digests: tuple[tuple[str, str], ...] = ()
 
 
 @final
@@ -46,9 +49,9 @@ class LateFields:
         """
         late = self._pool.late_views(handle)
         sampled = self._sampled.pop(handle)
-        late[SAMPLER_IS_WEIGHTS][:] = sampler_is_weights(
-            sampled, late[OLD_LOGPS], late["completion_mask"], self._cap
-        )
+        weights = sampler_is_weights(sampled, late[OLD_LOGPS], late["completion_mask"], self._cap)
+        late[SAMPLER_IS_WEIGHTS][:] = weights
         self._pool.commit_late(handle, SAMPLER_IS_WEIGHTS)
         names = (OLD_LOGPS, "completion_mask", SAMPLER_IS_WEIGHTS)
-        return Patch(tuple(name for name in names if name in late), handle.loss_tokens)
+        digest = xxhash.xxh3_128_hexdigest(weights.tobytes())
+        return Patch(tuple(name for name in names if name in late), handle.loss_tokens, ((SAMPLER_IS_WEIGHTS, digest),))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from shmstage.orchestrator.commands import SCORE, Kind
 from shmstage.orchestrator.evaluation import summed
 from shmstage.orchestrator.feeder import PackedMicrobatch
 from shmstage.orchestrator.latch import Latch
 from shmstage.orchestrator.trainer_client import ForwardResult
 from shmstage.timeline.idle import BoundaryInstants, boundary_idle_s, calibrated_microbatch_s
 from shmstage.timeline.staging import StagingCost, staging_cost
-from shmstage.wire.messages import TokenEvent
+from shmstage.wire.messages import TicketEvent, TokenEvent
 
 #: samples kept for the calibrated micro-batch time
 CALIBRATION_SAMPLES = 64
+#: evaluations and scorings remembered: those of one boundary and of the step before it
+WINDOWS_KEPT = 4096
 
 
 @dataclass
@@ -27,8 +31,15 @@ class _Micro:
     upload_begin_ns: int = 0
     staged_ready_ns: int = 0
     patch_ready_ns: int = 0
+    #: of the first attempt, and of the last: an engine that drops tokens runs a micro-batch again
+    attempt_ready_ns: int = 0
     ready_ns: int = 0
     late_digests: dict[str, str] = field(default_factory=dict)
+
+
+    @property
+    def was_replayed(self) -> bool:
+        return self.ready_ns != self.attempt_ready_ns
 
 
 @dataclass
@@ -40,6 +51,7 @@ class _Step:
     snapshot_wait_s: float = 0.0
     not_staged_because: str = ""
     metrics: dict[str, Any] | None = None
+    held_by_hook: bool = False
     evals_open: int = 0
     evals: list[dict[str, Any]] = field(default_factory=list)
 
@@ -58,6 +70,7 @@ class Ledger:
         self._slot_nbytes = slot_nbytes
         self._steps: dict[int, _Step] = {}
         self._intervals: list[tuple[int, int, int]] = []
+        self._busy: list[tuple[int, int]] = []
         self._previous: tuple[int, _Step] | None = None
 
     # --- as it happens ------------------------------------------------------------------------------------
@@ -104,9 +117,19 @@ class Ledger:
             micro.patch_ready_ns = max(micro.patch_ready_ns, stamps["patch_ready_ns"])
         elif event.kind == "fwd_bwd":
             micro.dispatched_ns = stamps["dispatch_begin_ns"]
-            micro.ready_ns = stamps["ready_ns"]
+            micro.attempt_ready_ns = micro.ready_ns = stamps["ready_ns"]
         elif event.kind == "replay":  # after its first attempt, before the step's update
             micro.ready_ns = max(micro.ready_ns, stamps["ready_ns"])
+
+    def ticket(self, kind: Kind, event: TicketEvent) -> None:
+        """While it scores or evaluates the device is not idle; the trainer says from when to when."""
+        if kind in (*SCORE, Kind.EVAL) and "begin_ns" in event.stamps:
+            self._busy.append((event.stamps["begin_ns"], event.stamps["done_ns"]))
+            del self._busy[:-WINDOWS_KEPT]
+
+    def held_by_hook(self, step: int) -> None:
+        """``step``'s update waited for a verdict: what held it back says nothing of staging."""
+        self._step(step).held_by_hook = True
 
     def late_field(self, packed: PackedMicrobatch, name: str, digest: str) -> None:
         """A late field was written; its digest is its own, outside the micro-batch's."""
@@ -225,7 +248,8 @@ class Ledger:
 
     def _calibrate(self, step: _Step) -> None:
         for before, micro in zip(step.micros, step.micros[1:], strict=False):
-            self._intervals.append((micro.dispatched_ns, before.ready_ns, micro.ready_ns))
+            if not before.was_replayed and not micro.was_replayed:  # a replay lies between them
+                self._intervals.append((micro.dispatched_ns, before.ready_ns, micro.ready_ns))
         del self._intervals[:-CALIBRATION_SAMPLES]
 
     def _boundary_idle(self, step: _Step) -> float | None:
@@ -238,10 +262,10 @@ class Ledger:
             update_landed=before.landed_ns,
             first_dispatched=first.dispatched_ns,
             first_staged_ready=first.staged_ready_ns,
-            first_ready=first.ready_ns,
+            first_ready=first.attempt_ready_ns,
             first_patch_ready=first.patch_ready_ns,
         )
-        return boundary_idle_s(instants, calibrated_microbatch_s(self._intervals))
+        return boundary_idle_s(instants, calibrated_microbatch_s(self._intervals), self._busy)
 
     def _staging_cost(self, step: _Step) -> StagingCost | None:
         """What staging this step's first micro-batch cost at the boundary before it."""
@@ -250,12 +274,14 @@ class Ledger:
             return None
         before = self._previous[1]
         last = before.micros[-1]
-        since = max([last.dispatched_ns, *(m.ready_ns for m in before.micros[:-1])])
+        begun = [max(m.dispatched_ns, m.staged_ready_ns) for m in before.micros]
+        ended = [m.attempt_ready_ns for m in before.micros]
+        since = [max(begin, earlier) for begin, earlier in zip(begun, [0, *ended], strict=False)]
         return staging_cost(
             upload_begin=first.upload_begin_ns,
             staged_ready=first.staged_ready_ns,
             last_ready=last.ready_ns,
             update_dispatched=before.update_dispatched_ns,
-            last_microbatch_s=(last.ready_ns - since) / 1e9,
-            median_microbatch_s=calibrated_microbatch_s(self._intervals),
+            waited_elsewhere_s=math.inf if before.held_by_hook else before.snapshot_wait_s,
+            microbatch_s=[(end - begin) / 1e9 for begin, end in zip(since, ended, strict=True)],
         )

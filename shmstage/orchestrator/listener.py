@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from shmstage.errors import RunFailedError, ShmstageError, TokenFailedError
@@ -35,6 +35,7 @@ class Listener:
         judging: Judging,
         patience: Patience,
         late: LateFields | None,
+        sync_lines: Callable[[], bool],
     ) -> None:
         self.packed: dict[Key, PackedMicrobatch] = {}
         self.patches: dict[Key, Patch] = {}
@@ -49,6 +50,7 @@ class Listener:
         self._judging = judging
         self._patience = patience
         self._late = late
+        self._sync_lines = sync_lines
         self._inbox: deque[FeederEvent | Verdict] = deque()
 
     def deliver(self, event: FeederEvent | Verdict) -> None:
@@ -114,8 +116,12 @@ class Listener:
         self._note_if_complete(event.step)
 
     def _on_ticket(self, event: TicketEvent) -> None:
-        # events are read between calls only, so the reply that named the ticket has been seen
+        # events are read between calls only, so the reply that named the ticket has been seen, unless its call was
+        # given up
+        if event.ticket not in self.tickets:
+            return
         kind, key = self.tickets.pop(event.ticket)
+        self._ledger.ticket(kind, event)
         if not event.ok:
             self._ticket_failed(kind, key, RunFailedError(event.error))  # names what failed, and of which step
         elif kind in SCORE:
@@ -124,8 +130,6 @@ class Listener:
             self.durable(self._saving.checkpoint_durable(key[0], event.value))
             self._judging.durable(key[0])
         elif kind is Kind.SYNC_WEIGHTS:
-            if not event.value.get("skipped"):
-                self._saving.weights_published(key[0])
             self._schedule.weights_published(key[0])
         elif kind is Kind.GET_METRICS:
             self._ledger.metrics(key[0], event.value)
@@ -145,14 +149,14 @@ class Listener:
             self._ledger.metrics(key[0], {})  # the line is written without them
         if kind is Kind.EVAL:
             self._ledger.eval_done(key[0], {})
-        if kind is Kind.SAVE_CHECKPOINT and self._schedule.config.hook:
-            self._schedule.hook_returned(key[0], go_on=True)  # there is nothing to judge; the run ends anyway
 
     def _on_score(self, kind: Kind, key: Key, value: Mapping[str, Any]) -> None:
         packed = self.packed[key]
         self._ledger.late_field(packed, str(value["field"]), str(value["digest"]))
         if kind is Kind.SCORE_ACTOR and self._late is not None:
-            self.patches[key] = self._late.after_scoring(packed.handle)
+            patch = self.patches[key] = self._late.after_scoring(packed.handle)
+            for name, digest in patch.digests:
+                self._ledger.late_field(packed, name, digest)
         self._schedule.late_field_ready(kind, key)
 
     def _note_if_complete(self, step: int) -> None:
@@ -160,11 +164,12 @@ class Listener:
             self._schedule.metrics_ready(step)
 
     def durable(self, step: int | None) -> None:
-        if step is not None and self.feeder is not None:
+        if step is not None and self.feeder is not None and self._sync_lines():
             self.feeder.durable(step)
 
     def on_verdict(self, verdict: Verdict) -> None:
-        self._judging.heard(verdict)
+        if not self._judging.heard(verdict):
+            return
         if verdict.error:
             raise RunFailedError(verdict.error)
         if not verdict.go_on:

@@ -13,6 +13,7 @@ from shmstage.errors import (
     RunFailedError,
     ShmstageError,
     StoppedError,
+    TrainerError,
     WaitTimeoutError,
 )
 from shmstage.orchestrator.evaluation import Evaluator
@@ -39,9 +40,10 @@ ROLES = {Kind.SCORE_REFERENCE: "reference", Kind.SCORE_ACTOR: "actor"}
 class Program:
     """Runs the schedule to its end on the calling thread.
 
-    ``saving`` is what goes into checkpoints and what is known to be durable. ``write_step`` gets each step line;
-    whatever it raises is said once and never ends the run. ``stop_requested`` is asked between commands. ``hooks``,
-    ``evaluator`` and ``late`` belong to the settings of the same name; ``config`` says whether they are used.
+    ``saving`` is what goes into checkpoints and what is known to be durable. ``write_step`` gets each step line and
+    says whether it is written; whatever it raises is said once and never ends the run. ``sync_lines`` makes lines
+    survive a loss of power. ``stop_requested`` is asked between commands. ``hooks``, ``evaluator`` and ``late`` belong
+    to the settings of the same name; ``config`` says whether they are used.
     """
 
     def __init__(
@@ -51,13 +53,15 @@ class Program:
         ledger: Ledger,
         saving: Saving,
         *,
-        write_step: Callable[[dict[str, Any]], None],
+        write_step: Callable[[dict[str, Any]], bool],
         stop_requested: Callable[[], bool],
         call_timeout_s: float,
         stage_wait_s: float | None = None,
         attempt: int = 1,
         heartbeat: Callable[[int], None] = lambda now_ns: None,
+        sync_lines: Callable[[], bool] = lambda: True,
         hooks: Hooks | None = None,
+        hook_timeout_s: float = 3600.0,
         evaluator: Evaluator | None = None,
         late: LateFields | None = None,
     ) -> None:
@@ -72,10 +76,10 @@ class Program:
         self._attempt = attempt
         self._heartbeat = heartbeat
         self._hooks = hooks
-        self._judging = Judging(hooks, lambda step: saving.facts(step, ledger))
+        self._judging = Judging(hooks, lambda step: saving.facts(step, ledger), timeout_s=hook_timeout_s)
         self._evaluator = evaluator
         self._late = late
-        self._heard = Listener(self._schedule, trainer, ledger, saving, self._judging, self._patience, late)
+        self._heard = Listener(self._schedule, trainer, ledger, saving, self._judging, self._patience, late, sync_lines)
         #: called on the feeder's and the hooks' thread
         self.deliver = self._heard.deliver
         self._hands: dict[Kind, Callable[[Command], None]] = {
@@ -131,6 +135,8 @@ class Program:
             self._heartbeat(time.monotonic_ns())
             command = self._schedule.next()
             if command is None:
+                if self._schedule.state.deferred and self._schedule.state.verdicts_due:
+                    self._ledger.held_by_hook(self._schedule.state.closed)
                 self._heard.take(POLL_S)
                 self._check_waits()
                 continue
@@ -186,25 +192,27 @@ class Program:
             return f"boundary = {config.mode}"
         if state.latch == "off":
             return f"latch: {self._ledger.latch.reason}"
-        return "staging was switched off" if not state.staging_on else "not packed in time"
+        late = "not packed, or not scored, in time" if config.reference_logps else "not packed in time"
+        return "staging was switched off" if not state.staging_on else late
 
     def _stage(self, command: Command) -> None:
         packed = self._heard.packed[command.key]
         self._ledger.sent(packed)
         try:
             self._trainer.stage_fwd_bwd(packed.handle)
-        except WaitTimeoutError as error:
-            if error.from_peer:
-                self._stage_raised(command, error)
-                return
-            print(f"staging is off for the rest of the run: {error}", flush=True)
-            self._schedule.stage_lost(command)
         except BROKEN:
             raise
         except ShmstageError as error:
-            self._stage_raised(command, error)
+            if error.from_peer:
+                self._stage_raised(command, error)
+            else:
+                self._stage_lost(command, error)
         else:
             self._schedule.returned(command)
+
+    def _stage_lost(self, command: Command, error: ShmstageError) -> None:
+        print(f"staging is off for the rest of the run: {error}", flush=True)
+        self._schedule.stage_lost(command)
 
     def _stage_raised(self, command: Command, error: ShmstageError) -> None:
         """The trainer ran the stage and has spoken: there is an update to save before the run ends."""
@@ -257,21 +265,30 @@ class Program:
         self._heard.tickets[ticket] = (Kind.SAVE_CHECKPOINT, (step, -1))
 
     def _save_last(self) -> None:
-        """The last step is saved whatever ``checkpoint_every`` says, unless a stop came when the next had begun.
+        """The last complete step is saved whatever ``checkpoint_every`` says.
 
-        The trainer refuses snapshots inside a step; then the newest checkpoint is where a resume goes on.
+        Inside the next step a trainer may refuse: its forward pass changes what would be saved. Then a resume goes on
+        from the newest checkpoint there is.
         """
         last = self._schedule.state.closed
-        if last > self._saving.saved and self._schedule.state.sent == 0:
+        if last <= self._saving.saved:
+            return
+        try:
             self._save(last)
-            self._await_snapshots(f"the checkpoint of step {last}, the last one trained,")
-            self._await_verdicts()
+        except TrainerError as error:
+            if not error.from_peer or self._schedule.state.sent == 0:
+                raise
+            print(f"step {last} is not saved: {error}", flush=True)
+            return
+        self._await_snapshots(f"the checkpoint of step {last}, the last one trained,")
+        self._await_verdicts()
 
     def _sync_weights(self, command: Command) -> None:
         self._sync(command.step)
         self._schedule.returned(command)
 
     def _sync(self, version: int) -> None:
+        self._saving.publishing(version)
         ticket = self._trainer.prepare_weight_sync(version, sync=self._schedule.config.weight_sync == "sync")
         self._heard.tickets[ticket] = (Kind.SYNC_WEIGHTS, (version, -1))
 
@@ -286,12 +303,13 @@ class Program:
         line = self._ledger.close_step(command.step, attempt=self._attempt)
         self._schedule.latch(self._ledger.latch.level)
         try:
-            self._write_step(line)
+            written = self._write_step(line)
         except Exception as error:  # a step line never ends a step
+            written = False
             print(f"step line {command.step} was not written: {error}", flush=True)
         if self._hooks is not None:
             self._hooks.step_ended(line)
-        self._heard.durable(self._saving.line_written(line))
+        self._heard.durable(self._saving.line_ready(line, written=written))
         self._schedule.returned(command)
 
     def _finish(self, command: Command) -> None:
@@ -308,12 +326,15 @@ class Program:
             if self._stop_requested():
                 raise StoppedError(f"stopped while on_checkpoint judges {self._judging.going_on}")
             self._heard.take(POLL_S)
+            self._judging.check()
 
     def _check_waits(self) -> None:
         if self._patience.stage_is_overdue(self._schedule.waits_for_stage):
             self._schedule.stage_wait_over()
+        self._judging.check()
         state = self._schedule.state
-        if (state.bookkeep or self._heard.tickets) and not self._judging.going_on:
+        others = self._judging.going_on or self._schedule.waits_for_stage
+        if (state.bookkeep or self._heard.tickets) and not others:
             self._patience.check(f"step {state.bookkeep or state.step} to complete")
 
     def _await_snapshots(self, what: str) -> None:
@@ -322,6 +343,7 @@ class Program:
             if time.monotonic() > deadline:
                 names = ", ".join(f"{kind} {key[0]}" for kind, key in self._heard.tickets.values())
                 raise WaitTimeoutError(
-                    f"waited {self._call_timeout_s:.0f} s for {what}; the trainer still holds {names}"
+                    f"waited {self._call_timeout_s:g} s for {what}; the trainer still holds {names}; see its log, or "
+                    "raise call_timeout_s"
                 )
             self._heard.take(POLL_S)

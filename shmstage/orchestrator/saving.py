@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from shmstage.errors import RunFailedError, SettingsError
 from shmstage.events import write_json
 from shmstage.orchestrator.feeder import PackedMicrobatch
 from shmstage.orchestrator.resume import ResumeState, state_to_metadata
@@ -26,14 +27,28 @@ LINES_KEPT = 4
 def last_published(out: Path) -> int:
     """The newest version of the weights that was published in OUT's run, 0 at the first start."""
     path = out / PUBLISHED
-    return int(json.loads(path.read_text())["version"]) if path.exists() else 0
+    try:
+        return int(json.loads(path.read_text())["version"])
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"{path} cannot be read: {error}; restore it or choose another --out") from None
 
 
 @final
 class Saving:
     """One per session with the trainer. ``start``: where the input stood when it began, ``first_step`` - 1 trained."""
 
-    def __init__(self, out: Path, plan: Mapping[str, Any], *, start: ResumeState, first_step: int) -> None:
+    def __init__(
+        self,
+        out: Path,
+        plan: Mapping[str, Any],
+        *,
+        start: ResumeState,
+        first_step: int,
+        restored_line: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``restored_line`` is the step line of the checkpoint gone back to: its hook may have to run again."""
         self.saved = first_step - 1
         self.published = last_published(out)
         self._out = out
@@ -41,6 +56,9 @@ class Saving:
         self._input = {first_step - 1: start}
         self._paths: dict[int, str] = {}
         self._lines: dict[int, Mapping[str, Any]] = {}
+        if restored_line is not None:
+            self._lines[first_step - 1] = restored_line
+            self._paths[first_step - 1] = str(out / "checkpoints" / str(first_step - 1))
         self._durable = first_step - 1
         self._written = first_step - 1
         self._told = first_step - 1
@@ -61,17 +79,24 @@ class Saving:
         self._paths[step] = str(value.get("path", ""))
         return self._newly_safe()
 
-    def line_written(self, line: Mapping[str, Any]) -> int | None:
-        """Noted; returns as ``checkpoint_durable``."""
+    def line_ready(self, line: Mapping[str, Any], *, written: bool) -> int | None:
+        """Noted; returns as ``checkpoint_durable``. A line that could not be written makes nothing safe."""
         self._lines[line["step"]] = line
         while len(self._lines) > LINES_KEPT:
             del self._lines[min(self._lines)]
-        self._written = max(self._written, line["step"])
+        if written and line["step"] == self._written + 1:  # after a hole nothing more is safe
+            self._written = line["step"]
         return self._newly_safe()
 
-    def weights_published(self, version: int) -> None:
+    def publishing(self, version: int) -> None:
+        """Noted in OUT before it is done: whoever restarts must not go back behind what a reader may have seen."""
+        if version <= self.published and (self._out / PUBLISHED).exists():
+            return
         self.published = max(self.published, version)
-        write_json(self._out / PUBLISHED, {"version": self.published})
+        try:
+            write_json(self._out / PUBLISHED, {"version": self.published})
+        except OSError as error:
+            raise RunFailedError(f"{self._out / PUBLISHED}: {error.strerror}; free space and --resume") from None
 
     def facts(self, step: int, ledger: Ledger) -> dict[str, Any] | None:
         """What ``on_checkpoint`` is told; ``None`` while metrics or evaluation of the step are missing."""

@@ -3,9 +3,9 @@
 ``BoundarySchedule`` decides only *order*; ``program.py`` gives it hands. Steps count from 1, so that checkpoint k and
 weights k are the state after update k, and checkpoint 0 is the state before the first.
 
-The four modes differ in three places only: whether the next step may be packed before this step's bookkeeping
-(``pack_limit``), whether the last call of a step defers its update (``last_call_defers``), and which duties follow
-that call (``_close_step``).
+The modes differ in: whether the next step may be packed, and begun, before this step's bookkeeping (``pack_limit``,
+``next_command``), whether micro-batches are staged inside a step (``_forward``), whether its last call defers the
+update (``last_call_defers``), and which duties follow that call (``_close_step``).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class BoundarySchedule:
     # --- completion -----------------------------------------------------------------------------------------
 
     def finished(self, step: int, index: int) -> None:
-        """A micro-batch's last token (replay included) is ready and ok."""
+        """A micro-batch's first attempt is over and ok; a replay comes before the update in any case."""
         self.state = replace(self.state, finished=max(self.state.finished, (step, index)))
 
     def landed(self, step: int) -> None:

@@ -12,9 +12,10 @@ from shmstage.events import JsonLines, write_json
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.pool import Pool
 from shmstage.memory.sweep import sweep
-from shmstage.orchestrator.assembly import Layouts, assemble, evaluation_source, layouts_of
+from shmstage.orchestrator.assembly import Layouts, assemble, evaluation_source, hooks_of, layouts_of
 from shmstage.orchestrator.beginning import begin_attempt
 from shmstage.orchestrator.connection import Connection, connect
+from shmstage.orchestrator.hooks import Hooks
 from shmstage.orchestrator.input import Input, load_input
 from shmstage.orchestrator.resume import ResumeState, state_from_metadata
 from shmstage.orchestrator.step_lines import last_step, read_step_lines, roll_back
@@ -40,6 +41,9 @@ def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool])
         source, evaluation = load_input(settings), evaluation_source(settings)
         stack.callback(source.close)
         layouts = layouts_of(settings, source.first, evaluation)
+        hooks = hooks_of(settings)
+        if hooks is not None:
+            stack.callback(hooks.close)
         identity = ProcessIdentity.create(settings.run, "orchestrator")
         stack.callback(identity.close)
 
@@ -59,7 +63,7 @@ def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool])
         while True:
             trainer = connected(pool, again=again)
             try:
-                return _attempt(settings, source, evaluation, layouts, pool, trainer, stop_requested)
+                return _attempt(settings, source, evaluation, layouts, pool, trainer, hooks, stop_requested)
             except TransportError as error:
                 pool.record_error(f"{type(error).__name__}: {error}")
                 if not trainer.watch.dead():
@@ -89,6 +93,7 @@ def _attempt(
     layouts: Layouts,
     pool: Pool,
     trainer: Connection,
+    hooks: Hooks | None,
     stop_requested: Callable[[], bool],
 ) -> dict[str, Any]:
     """Everything with one incarnation of the trainer, from restore to shutdown."""
@@ -106,12 +111,14 @@ def _attempt(
         )  # fmt: skip
         compile_s = sum(client.compile(layout.layout_id) for layout in layouts.all)
         with ExitStack() as stack:
+            written = read_step_lines(path)
             steps = JsonLines(path)
             stack.callback(steps.close)
             parts = assemble(
-                settings, source, evaluation, layouts, pool, client, trainer.watch, stack, plan=plan,
+                settings, source, evaluation, layouts, pool, client, trainer.watch, hooks, plan=plan,
                 start=state_from_metadata(metadata, settings.out_dir) if restored else ResumeState.start(),
-                first_step=first_step, attempt=begun.attempt, write_step=steps.write, stop_requested=stop_requested,
+                first_step=first_step, attempt=begun.attempt, write_step=steps.write, sync_lines=steps.sync,
+                restored_line=written[-1] if restored and written else None, stop_requested=stop_requested,
             )  # fmt: skip
             program, planner = parts.program, parts.intake.planner
             stack.callback(parts.feeder.close)
@@ -143,7 +150,7 @@ def _attempt(
 
 def plan_facts(settings: Settings, first: Trajectory) -> dict[str, Any]:
     """What decides which trajectory is trained in which micro-batch: kept in each checkpoint, compared on resume."""
-    names = ("microbatches_per_step", *(field.name for field in fields(PlanSettings)))
+    names = ("microbatches_per_step", "order", *(field.name for field in fields(PlanSettings)))
     return {**{name: getattr(settings, name) for name in names}, "first_trajectory": first.digest.hex()}
 
 

@@ -69,6 +69,9 @@ class MemoryStore:
     def load(self, step: int, template: Any) -> tuple[Any, dict[str, Any]]:
         return self.kept[step]
 
+    def discard_above(self, step: int) -> None:
+        self.kept = {kept: value for kept, value in self.kept.items() if kept <= step}
+
 
 def ToyEngine(
     tokens: int = 32,

@@ -107,9 +107,9 @@ class MoeEngine:
         self._index = 0
         return self.inner.update()
 
-    def restore(self) -> Mapping[str, object] | None:
+    def restore(self, at_most: int | None = None) -> Mapping[str, object] | None:
         self._index = 0
-        return self.inner.restore()
+        return self.inner.restore(at_most)
 
     def compile(self, example: Mapping[str, jax.ShapeDtypeStruct]) -> None:
         ids = example["segment_ids"]

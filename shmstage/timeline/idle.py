@@ -28,19 +28,33 @@ class BoundaryInstants:
     first_patch_ready: int = 0
 
 
-def boundary_idle_s(at: BoundaryInstants, microbatch_s: float | None) -> float:
+def boundary_idle_s(
+    at: BoundaryInstants, microbatch_s: float | None, busy: Sequence[tuple[int, int]] = ()
+) -> float:
     """Idle of one boundary in seconds: the larger of both estimators, never negative.
+
+    ``busy`` are [begin, end) windows in which the devices evaluated or scored: that is not idle.
 
     ``microbatch_s`` is the calibrated time of one micro-batch (``calibrated_microbatch_s``); ``None`` leaves the
     second estimator out.
     """
     started = max(at.first_dispatched, at.update_landed, at.first_staged_ready, at.first_patch_ready)
     before_update = max(0, at.update_dispatched - at.last_finished)
-    idle_ns = started - at.update_landed + before_update
     if microbatch_s is not None:
-        started_by_end = at.first_ready - round(microbatch_s * 1e9)
-        idle_ns = max(idle_ns, started_by_end - at.update_landed + before_update)
+        started = max(started, at.first_ready - round(microbatch_s * 1e9))
+    idle_ns = started - at.update_landed - covered_ns(busy, at.update_landed, started) + before_update
     return max(0, idle_ns) / 1e9
+
+
+def covered_ns(windows: Sequence[tuple[int, int]], begin: int, end: int) -> int:
+    """How much of [begin, end) the windows cover together."""
+    covered, reached = 0, begin
+    for window_begin, window_end in sorted(windows):
+        start, stop = max(window_begin, reached), min(window_end, end)
+        if stop > start:
+            covered += stop - start
+            reached = stop
+    return covered
 
 
 def calibrated_microbatch_s(intervals: Sequence[tuple[int, int, int]]) -> float | None:

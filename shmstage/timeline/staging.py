@@ -5,7 +5,9 @@ Source of the formulas: the contract of the step boundary ("The latch: does stag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 
 @dataclass(frozen=True)
@@ -27,20 +29,19 @@ def staging_cost(
     staged_ready: int,
     last_ready: int,
     update_dispatched: int,
-    last_microbatch_s: float | None,
-    median_microbatch_s: float | None,
+    waited_elsewhere_s: float,
+    microbatch_s: Sequence[float],
 ) -> StagingCost:
     """Instants in ns on the trainer's clock: F's upload, the end of L (replay included), the update's dispatch.
 
-    Exposed is the part of the upload that outlasted L. Overhead is the time the update was held back beyond the end of
-    L, plus what L took longer than a usual micro-batch of its step while the upload went on beside it.
+    Exposed is the part of the upload that outlasted L. Overhead is control time, for which the update was held back
+    when both L and the upload were over (less ``waited_elsewhere_s``, which it would have waited unstaged, too: for a
+    snapshot, for a hook), plus what L took longer than the median of its step, ``microbatch_s`` in order.
     """
-    held_back_s = max(0, update_dispatched - last_ready) / 1e9
-    slowed_s = 0.0
-    if last_microbatch_s is not None and median_microbatch_s is not None:
-        slowed_s = max(0.0, last_microbatch_s - median_microbatch_s)
+    held_back_s = max(0, update_dispatched - max(last_ready, staged_ready)) / 1e9
+    slowed_s = max(0.0, microbatch_s[-1] - median(microbatch_s)) if microbatch_s else 0.0
     return StagingCost(
         upload_s=(staged_ready - upload_begin) / 1e9,
         exposed_s=max(0, staged_ready - last_ready) / 1e9,
-        overhead_s=held_back_s + slowed_s,
+        overhead_s=max(0.0, held_back_s - waited_elsewhere_s) + slowed_s,
     )

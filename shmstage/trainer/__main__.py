@@ -25,6 +25,9 @@ log = logging.getLogger("shmstage.trainer")
 
 #: longest the loop sits without looking whether it has to stop, in seconds
 POLL_S = 0.1
+#: of call_timeout_s, what the worker itself waits: the client's clock starts first, and an answer that says what was
+#: waited for has to arrive before the client gives up without knowing
+WORKER_PATIENCE = 0.9
 
 
 def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
@@ -50,7 +53,7 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
             calls_path=settings.out_dir / "trainer_calls.jsonl",
             identity=identity,
             incarnation=server.incarnation,
-            timeout_s=settings.call_timeout_s,
+            timeout_s=WORKER_PATIENCE * settings.call_timeout_s,
             cancelled=lambda: server.hello_waiting or ending.is_due(),
         )
         stack.callback(worker.close)
@@ -64,8 +67,9 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
 class _Ending:
     """When to end after a stop was asked for: not while a living orchestrator may still want a deferred update applied.
 
-    Launcher, orchestrator and trainer hear of a stop at the same time; the orchestrator then closes the step and says
-    ``shutdown``. Only if it is dead, never came, or takes longer than ``grace_s`` does the trainer end by itself.
+    The launcher interrupts the orchestrator first, which ends in order and says ``shutdown``; the trainer hears of the
+    stop only when that took too long. A signal to the whole group and a launcher that is gone reach both at once. Only
+    if the orchestrator is dead, never came, or takes longer than ``grace_s`` does the trainer end by itself.
     """
 
     def __init__(self, lifeline: Lifeline, grace_s: float) -> None:

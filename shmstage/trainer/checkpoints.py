@@ -23,7 +23,11 @@ REPLACED = ".replaced-"
 
 
 class CheckpointStore(Protocol):
-    """Where checkpoints are kept. ``save`` is called on the snapshot thread, the rest on the command thread."""
+    """Where checkpoints are kept. ``save`` is called on the snapshot thread, the rest on the command thread.
+
+    It may have ``discard_above(step)``: remove the checkpoints of later steps, durably on return. Without it, those that
+    a restore went back behind stay until their step is saved again, and a later restore may take them.
+    """
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
@@ -95,6 +99,24 @@ class OrbaxStore:
                 f"checkpoint {path} cannot be restored into this model: {type(error).__name__}: {error}"
             ) from error
         return tree, metadata
+
+    def discard_above(self, step: int) -> None:
+        """Remove the checkpoints of later steps, durably on return. Raises ``CheckpointError``."""
+        later = [found for found in self.steps() if found > step]
+        try:
+            for found in reversed(later):
+                away = self.directory / f"{REPLACED}{found}"
+                shutil.rmtree(away, ignore_errors=True)
+                (self.directory / str(found)).rename(away)
+            if later:
+                _flush_directory(self.directory)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints {later} in {self.directory}, later than the restored {step}, were not removed: {error}; "
+                "remove them: a restart would take one of them"
+            ) from error
+        for found in later:  # what is left of them under this name is no checkpoint
+            shutil.rmtree(self.directory / f"{REPLACED}{found}", ignore_errors=True)
 
 
 def _flush(tree: Path) -> None:

@@ -53,6 +53,7 @@ class TrainEngine(Protocol):
     def save(self, step: int, metadata: Mapping[str, object]) -> Snapshot:
         """References to the state as the last update left it; no copy, no wait.
 
+        Called inside a step too, unless ``snapshots`` is False: the gradients accumulated there are no part of it.
         ``metadata`` is complete when ``copy_to_host`` is called, not before: it then says when the update landed
         (``landed_ns`` on the monotonic clock, ``landed_wall_s``). Keep the reference and read it in ``write``.
         """
@@ -62,6 +63,7 @@ class TrainEngine(Protocol):
 
         An engine may take ``at_most: int | None = None``, the highest step to look at. A restart passes it, so that a
         step whose line was not written is trained again; an engine without it leaves a hole in ``steps.jsonl``.
+        Checkpoints of later steps are then removed, so that no later restart takes them.
         ``None`` if there is none; the parameters then stay as they are. Accumulated gradients, denominators and
         metrics are zero afterwards in both cases.
         """

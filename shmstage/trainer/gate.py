@@ -113,13 +113,18 @@ class Gate:
         if self.state.deferred_step is None:
             raise TrainerError(f"apply_deferred_update: none is deferred; the last update is {self.state.closed_step}")
 
-    def admit_snapshot(self, command: str, step: int) -> None:
-        """Metrics and checkpoints are of the last update, taken before the next step begins."""
+    def admit_snapshot(self, command: str, step: int, *, inside: bool = False) -> None:
+        """Metrics, checkpoints and weights are of the last update, taken before the next step begins.
+
+        ``inside``: or in it, for what its forward passes do not change.
+        """
         state = self.state
-        if state.open_step is not None:
-            raise TrainerError(f"{command}({step}): step {state.open_step} has begun; it goes before the first fwd_bwd")
         if step != state.closed_step:
             raise TrainerError(f"{command}({step}): the last update is {state.closed_step}")
+        if inside:
+            return
+        if state.open_step is not None:
+            raise TrainerError(f"{command}({step}): step {state.open_step} has begun; it goes before the first fwd_bwd")
 
     # --- what happened ------------------------------------------------------------------------------------
 

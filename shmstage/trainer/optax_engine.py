@@ -180,9 +180,15 @@ class OptaxEngine:
         loss_sum, denominator, metrics = self._programs.evaluate(self._params, batch)
         return {"loss_sum": loss_sum, "denominator": denominator, **metrics}
 
-    def per_token_logps(self, batch: Batch, role: str) -> jax.Array:
+    @property
+    def per_token_logps(self) -> LogpsFn:
+        """``per_token_logps(batch, role)`` of ``OptionalMethods``; there only with ``logps_fn``."""
         if self._logps is None:
-            raise NotImplementedError("OptaxEngine was made without logps_fn")
+            raise AttributeError("this OptaxEngine was made without logps_fn: it scores nothing")
+        return self._score
+
+    def _score(self, batch: Batch, role: str) -> jax.Array:
+        assert self._logps is not None
         scores: jax.Array = self._logps(self._params if role == "actor" else self._reference, batch)
         return scores
 
@@ -233,6 +239,8 @@ class OptaxEngine:
         placed = jax.tree.map(self._place, loaded, state)
         wait_ready(placed)
         self._params, self._opt_state = placed
+        # their steps are trained again, perhaps with other settings: no later restore may take them
+        getattr(self._store, "discard_above", lambda step: None)(steps[-1])
         return metadata
 
 

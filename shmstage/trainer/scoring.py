@@ -23,6 +23,8 @@ from shmstage.trainer.snapshots import Snapshots
 from shmstage.trainer.stepper import Stepper
 
 FIELD_OF_ROLE = {"actor": "old_per_token_logps", "reference": "ref_per_token_logps"}
+#: the settings that need a method
+NEEDED_BY = {"per_token_logps": "recompute_old_logps and reference_logps", "eval_step": "eval_every"}
 
 
 @final
@@ -81,7 +83,7 @@ class Scorer:
             check_upload()
             return found
 
-        return self._snapshots.submit("eval", handle.step, resolve)
+        return self._snapshots.submit("eval", handle.step, resolve, apart=True)
 
     def patch_staged(self, request_id: str, fields: list[str], loss_tokens: int) -> None:
         """Read late fields of the staged micro-batch from its slot again; patching twice changes nothing.
@@ -121,7 +123,7 @@ class Scorer:
             check_upload()
             return _write_late(handle, name, values, lease)
 
-        return self._snapshots.submit("logps", handle.step, resolve)
+        return self._snapshots.submit("logps", handle.step, resolve, apart=True)
 
     def _run(
         self, lease: Lease, program: Callable[[Mapping[str, jax.Array]], Any], *, keep_lease: bool
@@ -138,7 +140,10 @@ class Scorer:
 
         def check_upload() -> None:
             if not uploaded.wait(self._timeout_s):
-                raise WaitTimeoutError(f"upload of {lease.handle.request_id} not reported after {self._timeout_s:g} s")
+                raise WaitTimeoutError(
+                    f"upload of {lease.handle.request_id} not reported after {self._timeout_s:g} s; if the device is "
+                    "only slow, raise call_timeout_s"
+                )
             if errors[0]:
                 raise EngineError(f"upload of {lease.handle.request_id}: {errors[0]}")
 
@@ -157,7 +162,10 @@ class Scorer:
     def _optional(self, method: str) -> Callable[..., Any]:
         found = getattr(self._engine, method, None)
         if found is None:
-            raise EngineError(f"{method}: {type(self._engine).__name__} has no such method")
+            raise EngineError(
+                f"{method}: {type(self._engine).__name__} has no such method; give it one or leave "
+                f"{NEEDED_BY[method]} off"
+            )
 
         def call(*arguments: Any) -> Any:
             try:

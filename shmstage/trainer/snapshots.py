@@ -1,6 +1,7 @@
-"""Snapshots: a command takes references and returns a ticket; two threads turn them into bytes and make them durable.
+"""Snapshots: a command takes references and returns a ticket; threads turn them into bytes and make them durable.
 
-The copying thread works in order and dispatches no device program. The writing thread holds at most one snapshot
+The copying thread works in order and dispatches no device program. Tickets that others wait for (scores, evaluations)
+have a thread of their own, which no checkpoint and no disk holds up. The writing thread holds at most one snapshot
 waiting besides the one it writes, so host copies do not pile up behind a slow disk: the copier waits, and with it the
 update that would donate the arrays.
 """
@@ -22,6 +23,7 @@ from shmstage.wire.messages import TicketEvent
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
+REMEDY = "look at the disk, or raise call_timeout_s"
 
 Copy = Callable[[], Mapping[str, object] | None]
 Write = Callable[[], Mapping[str, object]]
@@ -34,6 +36,7 @@ class _Ticket:
     step: int
     copy: Copy | None
     write: Write | None
+    begin_ns: int
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -62,27 +65,33 @@ class Snapshots:
         self._holding: list[_Ticket] = []
         self._open: list[_Ticket] = []
         self._to_copy: queue.SimpleQueue[_Ticket | None] = queue.SimpleQueue()
+        self._apart: queue.SimpleQueue[_Ticket | None] = queue.SimpleQueue()
         self._to_write: queue.Queue[_Ticket | None] = queue.Queue(maxsize=1)
         self._threads = [
             threading.Thread(target=self._copy_loop, name="shmstage-snapshot-copy", daemon=True),
+            threading.Thread(target=self._copy_all, args=(self._apart,), name="shmstage-snapshot-apart", daemon=True),
             threading.Thread(target=self._write_loop, name="shmstage-snapshot-write", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, kind: str, step: int, copy: Copy, write: Write | None = None, *, holds: bool = False) -> int:
+    def submit(
+        self, kind: str, step: int, copy: Copy, write: Write | None = None, *, holds: bool = False, apart: bool = False
+    ) -> int:
         """Queue ``copy`` and, after it, ``write``; returns the ticket's number.
 
         The ticket resolves with what the last of them returns. ``holds``: ``copy`` reads arrays that the next update
-        donates, so that update waits for it.
+        donates, so that update waits for it. ``apart``: it reads nothing of the kind, writes nothing, and somebody
+        waits for it, so it overtakes those that are not.
         """
+        assert not (apart and (holds or write)), "what is copied apart holds nothing up and is not written"
         self._number += 1
-        ticket = _Ticket(self._number, kind, step, copy, write)
+        ticket = _Ticket(self._number, kind, step, copy, write, self._clock_ns())
         self._open = [t for t in self._open if not t.done.is_set()]
         self._open.append(ticket)
         if holds:
             self._holding.append(ticket)
-        self._to_copy.put(ticket)
+        (self._apart if apart else self._to_copy).put(ticket)
         return ticket.number
 
     def wait_copies(self, timeout_s: float) -> float:
@@ -96,7 +105,7 @@ class Snapshots:
             what = f"the update waits for the copy of {ticket.kind} {ticket.step}"
             while not ticket.copied.wait(max(0.0, min(POLL_S, begin + timeout_s - time.monotonic()))):
                 if time.monotonic() - begin >= timeout_s:
-                    raise WaitTimeoutError(f"{what}, not over after {timeout_s:g} s")
+                    raise WaitTimeoutError(f"{what}, not over after {timeout_s:g} s; {REMEDY}")
                 if self._cancelled():
                     raise CancelledError(f"{what}; given up: a new handshake or a stop is waiting")
         waited = time.monotonic() - begin if self._holding else 0.0
@@ -108,21 +117,26 @@ class Snapshots:
         deadline = time.monotonic() + timeout_s
         for ticket in self._open:
             if not ticket.done.wait(max(0.0, deadline - time.monotonic())):
-                raise WaitTimeoutError(f"snapshot {ticket.kind} {ticket.step} was not over after {timeout_s:g} s")
+                what = f"snapshot {ticket.kind} {ticket.step}"
+                raise WaitTimeoutError(f"{what} was not over after {timeout_s:g} s; {REMEDY}")
         self._open.clear()
         self._holding.clear()
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Finish what was submitted, then end the threads."""
         self._to_copy.put(None)
+        self._apart.put(None)
         for thread in self._threads:
             thread.join(timeout_s)
 
     def _copy_loop(self) -> None:
-        while (ticket := self._to_copy.get()) is not None:
+        self._copy_all(self._to_copy)
+        self._to_write.put(None)
+
+    def _copy_all(self, tickets: queue.SimpleQueue[_Ticket | None]) -> None:
+        while (ticket := tickets.get()) is not None:
             self._run_copy(ticket)
             del ticket
-        self._to_write.put(None)
 
     def _run_copy(self, ticket: _Ticket) -> None:
         assert ticket.copy is not None
@@ -157,7 +171,7 @@ class Snapshots:
         except Exception as unusable:  # a snapshot's write may return anything
             error = error or unusable
         text = "" if error is None else f"{ticket.kind} of step {ticket.step}: {describe(error)}"
-        stamps = {"done_ns": self._clock_ns()}
+        stamps = {"begin_ns": ticket.begin_ns, "done_ns": self._clock_ns()}
         try:
             self._on_done(ticket.kind, ticket.step, text)
         except Exception:

@@ -106,4 +106,6 @@ class StepHealth:
 
     def _wait(self, over: Callable[[], bool], what: str) -> None:
         if not self._changed.wait_for(over, self._timeout_s):
-            raise WaitTimeoutError(f"{what} not reported after {self._timeout_s:g} s")
+            raise WaitTimeoutError(
+                f"{what} not reported after {self._timeout_s:g} s; if the device is only slow, raise call_timeout_s"
+            )

@@ -1,5 +1,5 @@
 """Inside a step: upload, stage, forward, update. Dispatches and returns; nothing here waits for a computation
-except for a device buffer or a snapshot copy.
+except for a device buffer, for a snapshot copy, and in ``settle`` for the overflow flags of an engine that has it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,10 @@ class TokenWatcher:
         reached = threading.Event()
         self._waiting.put(_Watched((), lambda ready_ns, error: reached.set()))
         if not reached.wait(timeout_s):
-            raise WaitTimeoutError(f"device work was not over after {timeout_s:g} s ({self._thread.name})")
+            raise WaitTimeoutError(
+                f"device work was not over after {timeout_s:g} s ({self._thread.name}); if the device is only slow, "
+                "raise call_timeout_s"
+            )
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Wait for what is watched, then end the thread."""

@@ -41,6 +41,7 @@ class WeightsPool:
         self._published: dict[int, Handle] = {}
         self._lock = threading.Lock()
         self._skipped = 0
+        self._newest = -1
         self._giving_up = threading.Event()
 
     def publish(
@@ -51,14 +52,15 @@ class WeightsPool:
         Returns run, version, pool, epoch, layout and handle in wire form, and how many rounds were skipped so far. With
         no free place the round is skipped (``"skipped": True``), or with ``sync`` waited for until ``deadline``
         (``time.monotonic``): ``WaitTimeoutError`` then names who reads. Raises ``BudgetError`` if the pool does not
-        fit, ``CancelledError`` if the wait was given up.
+        fit, ``CancelledError`` if the wait was given up. A version older than one that was published here is skipped.
         """
         layout = Layout.of({name: (dtype_name(a.dtype), a.shape) for name, a in weights.items()})
         pool = self._made(layout)
+        if version < self._newest:  # after a restore: readers never go back
+            return self._skip(version)
         place = self._free_place(pool, version, deadline) if sync else self._try_free_place(pool)[0]
         if place is None:
-            self._skipped += 1
-            return {"version": version, "skipped": True, "skipped_total": self._skipped}
+            return self._skip(version)
         with pool.acquire(layout, timeout_s=0.0, only=place) as slot:
             for name, array in weights.items():
                 copy_to(slot.views[name], array)
@@ -66,6 +68,7 @@ class WeightsPool:
         with self._lock:
             self._published[place] = handle
             pool.cells.announce(place)
+        self._newest = version
         return {
             "run_id": self._run_id,
             "version": version,
@@ -104,6 +107,10 @@ class WeightsPool:
             if self._pool is not None:
                 self._pool.close()
                 self._pool = None
+
+    def _skip(self, version: int) -> dict[str, Any]:
+        self._skipped += 1
+        return {"version": version, "skipped": True, "skipped_total": self._skipped}
 
     def _made(self, layout: Layout) -> Pool:
         with self._lock:

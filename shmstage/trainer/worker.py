@@ -1,7 +1,8 @@
 """The trainer's commands: asks the gate, drives the engine, and answers before the device is done.
 
-One thread calls ``attach``, ``execute`` and ``close``. Nothing it does inside a step waits for the device, with two
-exceptions that the contract names: a full set of device buffers, and snapshot copies of arrays the update donates.
+One thread calls ``attach``, ``execute`` and ``close``. Nothing it does inside a step waits for the device, except for:
+a place among the device buffers (training has its own, scoring by handle another), snapshot copies of arrays the update
+donates, the overflow flags of an engine that has ``settle``, and every copy for one that declines snapshots.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from shmstage.trainer.stepper import Stepper
 from shmstage.trainer.timing import StepTiming
 from shmstage.trainer.weights import WeightsPool
 from shmstage.wire.messages import Hello, TicketEvent, TokenEvent
+
+#: methods of ``OptionalMethods`` that settings depend on; ``info`` says which the engine has
+OPTIONAL = ("eval_step", "per_token_logps", "settle")
 
 Result = dict[str, Any]
 T = TypeVar("T")
@@ -214,7 +218,8 @@ class Worker:
     def _save_checkpoint(self, given: Arguments) -> Result:
         step, metadata = given.count("step"), given.mapping("metadata")
         given.finish()
-        self._gate.admit_snapshot("save_checkpoint", step)
+        # whoever stops inside a step loses no more than that: its gradients lie apart from what is saved
+        self._gate.admit_snapshot("save_checkpoint", step, inside=not self._waits_for_snapshots)
         snapshot = self._engine.save(step, metadata)
 
         def copy_with_stamps(landed_ns: int) -> None:
@@ -226,6 +231,7 @@ class Worker:
     def _prepare_weight_sync(self, given: Arguments) -> Result:
         version, sync = given.count("version"), given.flag("sync")
         given.finish()
+        self._gate.admit_snapshot("prepare_weight_sync", version)
         if self._weights is None:
             if self._identity is None:
                 raise EngineError("prepare_weight_sync: this worker was made without an identity to own a pool with")
@@ -295,6 +301,7 @@ class Worker:
             "devices": [str(device) for device in devices],
             "engine": type(self._engine).__name__,
             "snapshots": not self._waits_for_snapshots,
+            "optional": [name for name in OPTIONAL if getattr(self._engine, name, None) is not None],
             "gate": state.phase,
             "deferred": state.deferred_step,
             "staged": state.staged,

@@ -230,10 +230,10 @@ class Orchestrator:
             self._lines = JsonLines(path)
             stack.callback(self._lines.close)
             parts = assemble(
-                settings, self._source, None, self._layouts, self.pool, self.trainer, watch, stack, plan={},
+                settings, self._source, None, self._layouts, self.pool, self.trainer, watch, None, plan={},
                 start=state_from_metadata(metadata, settings.out_dir) if restored else ResumeState.start(),
                 first_step=self.first_step, attempt=self._attempt, write_step=self._write_step,
-                stop_requested=case.stop_requested,
+                sync_lines=self._lines.sync, stop_requested=case.stop_requested,
             )  # fmt: skip
             parts.program.prepare(restored)
             try:
@@ -254,9 +254,9 @@ class Orchestrator:
     def close(self) -> None:
         self._stack.close()
 
-    def _write_step(self, line: dict[str, Any]) -> None:
+    def _write_step(self, line: dict[str, Any]) -> bool:
         self.case.write_step(line)
-        self._lines.write(line)
+        return self._lines.write(line)
 
     def _close_pool(self) -> None:
         try:

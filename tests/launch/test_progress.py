@@ -62,6 +62,19 @@ def test_a_step_without_a_loss_can_be_shown() -> None:
         "out": "o", "warnings": ["w"],
     }  # fmt: skip
     assert summary_table(summary).row_count == 10
+    assert summary_table({**summary, "restarts": {"trainer": 2, "orchestrator": 0}}).row_count == 11
+
+
+def test_restarts_are_shown_between_the_steps(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    progress = following(tmp_path, shown)
+    append(tmp_path, line(1))
+    progress.poll()
+    progress.say("trainer (pid 7) was killed by signal 9; restarting, 1 of 3")
+    append(tmp_path, line(2, attempt=2))
+    progress.poll()
+    kinds = [text.split()[0] for text in shown.getvalue().splitlines()]
+    assert kinds[-3:] == ["step", "trainer", "step"]
 
 
 class Closed(io.StringIO):

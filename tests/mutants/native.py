@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pybind11
 
 class NotBuiltError(Exception):
     """The compiler's words."""
@@ -27,9 +26,10 @@ def rebuild(where: Path, mutated: Path) -> Iterator[None]:
     (extension,) = (where / "shmstage").glob("_native*.so")
     kept = where / "kept.so"
     shutil.copy(extension, kept)
-    objects = [_compiled(source, where, again=source == mutated) for source in sorted((where / "native").glob("*.cpp"))]
-    _run(["c++", "-shared", "-pthread", *map(str, objects), "-o", str(extension)])
     try:
+        sources = sorted((where / "native").glob("*.cpp"))
+        objects = [_compiled(source, where, again=source == mutated) for source in sources]
+        _run(["c++", "-shared", "-pthread", *map(str, objects), "-o", str(extension)])
         yield
     finally:
         shutil.copy(kept, extension)
@@ -37,6 +37,10 @@ def rebuild(where: Path, mutated: Path) -> Iterator[None]:
 
 def _compiled(source: Path, where: Path, *, again: bool) -> Path:
     """The object of one source; what was not mutated is compiled once per copy."""
+    try:
+        import pybind11
+    except ModuleNotFoundError as error:
+        raise NotBuiltError("pybind11 is missing; pip install pybind11") from error
     made = where / f"{source.stem}{'.mutated' if again else ''}.o"
     if again or not made.exists():
         includes = [str(where / "native"), sysconfig.get_path("include"), pybind11.get_include()]

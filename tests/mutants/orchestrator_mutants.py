@@ -16,14 +16,14 @@ MUTANTS = (
     # --- the program
     Mutant(
         "a failed token is passed over",
-        f"{ORCHESTRATOR}/program.py",
-        "                self._error = self._error or error\n                return\n            raise error\n",
-        "                self._error = self._error or error\n                return\n            return\n",
+        f"{ORCHESTRATOR}/listener.py",
+        "                return\n            raise error\n        self._ledger.token",
+        "                return\n            return\n        self._ledger.token",
         (f"{PROGRAM}::test_a_failed_token_ends_the_run_and_names_step_and_microbatch[fwd_bwd]",),
     ),
     Mutant(
         "a failed ticket is passed over",
-        f"{ORCHESTRATOR}/program.py",
+        f"{ORCHESTRATOR}/listener.py",
         "        if not event.ok:\n            self._ticket_failed(",
         "        if event.number < 0:\n            self._ticket_failed(",
         (f"{PROGRAM}::test_a_failed_ticket_ends_the_run[save_checkpoint]",),
@@ -58,7 +58,7 @@ MUTANTS = (
     ),
     Mutant(
         "what the hook said does not count",
-        f"{ORCHESTRATOR}/program.py",
+        f"{ORCHESTRATOR}/listener.py",
         "self._schedule.hook_returned(verdict.step, go_on=verdict.go_on)",
         "self._schedule.hook_returned(verdict.step, go_on=True)",
         (f"{PROGRAM}::test_a_hook_that_ends_the_run_leaves_no_update_behind_it[staged_before_update]",),

@@ -20,8 +20,9 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
 from mutant import LIMIT_S, Mutant  # noqa: E402
-from native import NotBuiltError, rebuild  # noqa: E402
 from sandbox import Outcome, copy_repository, run_tests, stop_all  # noqa: E402
+
+from native import NotBuiltError, rebuild  # noqa: E402
 
 #: a hang is a way to be caught, too, but not one to wait for
 EACH_S = 30.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,12 +16,13 @@ from xml.etree import ElementTree
 
 import psutil
 
+from shmstage.memory.facts import read_facts
+from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, list_objects
 from shmstage.memory.sweep import sweep
 
 COPIED = ("shmstage", "tests", "examples", "native", "pyproject.toml", "setup.py")
-SHM = "/dev/shm/"
 
-_running: set[subprocess.Popen[bytes]] = set()
+_running: dict[subprocess.Popen[bytes], set[str]] = {}
 _stopped = threading.Event()
 
 
@@ -41,8 +43,8 @@ class Outcome:
 def stop_all() -> None:
     """From now on ``run_tests`` raises ``InterruptedError``; what runs is ended."""
     _stopped.set()
-    for process in list(_running):
-        _end(process)
+    for process, known in list(_running.items()):
+        _end(process, known)
 
 
 def copy_repository(root: Path, to: Path) -> None:
@@ -69,19 +71,20 @@ def run_tests(where: Path, tests: list[str], *, each_s: float, all_s: float, sto
         "HYPOTHESIS_STORAGE_DIRECTORY": str(where / ".hypothesis"),
     }  # fmt: skip
     shutil.rmtree(where / ".hypothesis", ignore_errors=True)
+    known = set(list_objects())
     with open(where / "output.txt", "w+") as output:
         process = subprocess.Popen(
             command, cwd=where, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-        _running.add(process)
+        _running[process] = known
         killed = False
         try:
             process.wait(0.0 if _stopped.is_set() else all_s)
         except subprocess.TimeoutExpired:
             killed = True
         finally:
-            _end(process)
-            _running.discard(process)
+            _end(process, known)
+            del _running[process]
         if _stopped.is_set():
             raise InterruptedError("told to stop")
         output.seek(0)
@@ -91,16 +94,12 @@ def run_tests(where: Path, tests: list[str], *, each_s: float, all_s: float, sto
     return outcome
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills what is left of the group and of the tree, and removes what only they held in /dev/shm."""
-    tree, held = [], set()
+def _end(process: subprocess.Popen[bytes], known: set[str]) -> None:
+    """Kills what is left of its tree and of its group, and removes what the dead of it left new in /dev/shm."""
+    tree = []
     with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(process.pid)
         tree = [parent, *parent.children(recursive=True)]
-    for member in tree:
-        with suppress(psutil.Error, OSError):
-            paths = [m.path for m in member.memory_maps()] + [f.path for f in member.open_files()]
-            held |= {path.removeprefix(SHM) for path in paths if path.startswith(f"{SHM}shmstage.")}
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     for member in tree:
@@ -108,10 +107,21 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             member.kill()
     process.wait()
     psutil.wait_procs(tree, timeout=10)
-    if held:
-        for dead in sweep(dry_run=True):
-            if dead.name in held:
-                Path(SHM, dead.name).unlink(missing_ok=True)
+    pids = {process.pid, *(member.pid for member in tree)}
+    for dead in sweep(dry_run=True):
+        path = Path(SHM_DIR, dead.name)
+        with suppress(FileNotFoundError):
+            if dead.name not in known and _owner_pid(path) in pids:
+                path.unlink()
+
+
+def _owner_pid(path: Path) -> int:
+    if path.name.endswith(LOCK_SUFFIX):
+        found = re.search(r"^pid=([0-9]+)$", path.read_text(errors="replace"), re.MULTILINE)
+        return int(found[1]) if found else 0
+    with path.open("rb") as file:
+        facts = read_facts(file.fileno())
+    return int(facts["owner_pid"]) if facts and facts["magic"] else 0
 
 
 def _read(report: Path, outcome: Outcome) -> None:

@@ -55,8 +55,10 @@ MUTANTS = (
     Mutant(
         "weights are published before the checkpoint",
         EVENTS,
-        "    if config.weight_sync != \"off\" and state.step >= config.weights_floor:\n        duties.append(Kind.SYNC_WEIGHTS)",
-        "    if config.weight_sync != \"off\" and state.step >= config.weights_floor:\n        duties.insert(0, Kind.SYNC_WEIGHTS)",
+        "    if config.weight_sync != \"off\" and state.step >= config.weights_floor:\n"
+        "        duties.append(Kind.SYNC_WEIGHTS)",
+        "    if config.weight_sync != \"off\" and state.step >= config.weights_floor:\n"
+        "        duties.insert(0, Kind.SYNC_WEIGHTS)",
         TABLE,
     ),
     Mutant(
@@ -90,7 +92,8 @@ MUTANTS = (
     Mutant(
         "a micro-batch is trained before its late fields are patched",
         NEXT,
-        "        if state.staged is not None and state.patched != micro.key:\n            return _of(Kind.PATCH, micro)\n",
+        "        if state.staged is not None and state.patched != micro.key:\n"
+        "            return _of(Kind.PATCH, micro)\n",
         "",
         (f"{LATE}::test_recomputed_log_probs_are_scored_after_the_update_and_patched_before_the_forward_call",),
     ),

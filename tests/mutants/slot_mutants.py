@@ -100,7 +100,8 @@ MUTANTS = (
         "a lease is over as soon as it is taken",
         READER,
         "        self._check_handle(handle)\n        return Lease(",
-        "        self._check_handle(handle)\n        self.end_lease(handle.slot, handle.generation)\n        return Lease(",
+        "        self._check_handle(handle)\n        self.end_lease(handle.slot, handle.generation)\n"
+        "        return Lease(",
         (f"{LIFE}::test_a_published_slot_is_read_back_read_only",
          f"{LIFE}::test_any_sequence_of_acts_keeps_generations_going_forward"),
     ),

@@ -101,10 +101,17 @@ MUTANTS = (
     Mutant(
         "a staged micro-batch is uploaded again",
         STEPPER,
-        "        if self.stage is not None and self.stage.handle.request_id == handle.request_id:\n"
-        "            return self.fwd_bwd_staged",
-        "        if self.stage is not None and not handle.request_id:\n            return self.fwd_bwd_staged",
+        "        if stage is None or stage.handle.request_id != handle.request_id:\n            batch",
+        "        if stage is None or stage.handle.request_id:\n            batch",
         (f"{REFUSALS}::test_fwd_bwd_of_a_staged_handle_consumes_the_existing_stage",),
+    ),
+    Mutant(
+        "scores written after a stage was lost are not read",
+        STEPPER,
+        "        elif stage.lease is None:\n",
+        "        elif stage.handle.request_id:\n",
+        (f"{SCORING}::"
+         "test_sent_whole_after_a_stage_whose_answer_was_lost_a_microbatch_is_trained_with_the_scores_of_its_slot",),
     ),
     Mutant(
         "a stage whose upload failed is trained",
@@ -139,21 +146,21 @@ MUTANTS = (
         STEPPER,
         "        for number, token in replays.items():\n",
         "        for number, token in ():\n",
-        (f"{REPLAY}::test_a_failed_replay_fails_its_step",),
+        (f"{REPLAY}::test_a_replay_that_fails_fails_the_update_of_a_small_model_too",),
     ),
     Mutant(
         "an overflow is not replayed",
         f"{TRAINER}/replays.py",
         "            if bool(host_copy(attempt.overflow)):\n",
         "            if not attempt.number:\n",
-        (f"{REPLAY}::test_replayed_gradients_are_those_of_a_dropless_run[1]",),
+        (f"{REPLAY}::test_what_dropped_tokens_made_infinite_does_not_reach_the_sums",),
     ),
     Mutant(
         "an overflow counts twice, as it came out first and replayed",
         f"{TRAINER}/optax_programs.py",
         "            new = jax.tree.map(lambda part: jnp.where(flag[0], jnp.zeros_like(part), part), new)\n",
         "            pass\n",
-        (f"{REPLAY}::test_replayed_gradients_are_those_of_a_dropless_run[1]",),
+        (f"{REPLAY}::test_what_dropped_tokens_made_infinite_does_not_reach_the_sums",),
     ),
     Mutant(
         "the loss is not divided by the step's denominator",
@@ -217,8 +224,8 @@ MUTANTS = (
     Mutant(
         "a failed token does not close the gate",
         WORKER,
-        "            self._gate.failed(f\"{failure.kind} of {failure.request_id} failed on the device: {failure.error}\")\n",
-        "            pass\n",
+        'self._gate.failed(f"{failure.kind} of {failure.request_id} failed on the device: {failure.error}")',
+        "pass",
         (f"{IN_WORKER}::test_a_failed_token_closes_the_gate_until_a_restore",),
     ),
     Mutant(
@@ -261,7 +268,8 @@ MUTANTS = (
         "a checkpoint is told as durable before it is written",
         f"{TRAINER}/snapshots.py",
         "            self._to_write.put(ticket)\n",
-        "            self._resolve(ticket, {} if value is None else value, None)\n            self._to_write.put(ticket)\n",
+        "            self._resolve(ticket, {} if value is None else value, None)\n"
+        "            self._to_write.put(ticket)\n",
         (f"{SNAPSHOTS}::test_a_ticket_with_a_write_resolves_when_it_is_durable",),
     ),
     Mutant(
@@ -295,7 +303,8 @@ MUTANTS = (
     Mutant(
         "an old save is committed after a restore has chosen",
         WORKER,
-        "        self._quiesce()\n        if self._stepper.current is not None:\n            self._stepper.current.end_withdrawn",
+        "        self._quiesce()\n        if self._stepper.current is not None:\n"
+        "            self._stepper.current.end_withdrawn",
         "        self._stepper.reset()\n"
         "        if self._stepper.current is not None:\n            self._stepper.current.end_withdrawn",
         (f"{IN_WORKER}::test_an_old_save_is_committed_before_a_restore_chooses",),

@@ -74,15 +74,15 @@ def test_every_configuration(mode: Boundary) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", BOUNDARIES)
 def test_every_configuration_whose_last_step_is_not_known(mode: Boundary) -> None:
-    cases = plan.product_of_settings(mode, ((1, 1), (1, 2), (2, 1), (2, 2)), known_end=False)
-    assert not TALLY.walk_all(f"{mode}, all settings, last step unknown, to 2x2", cases)
+    cases = plan.product_of_settings(mode, ((2, 1), (2, 2)), known_end=False)
+    assert not TALLY.walk_all(f"{mode}, all settings, last step unknown, 2x1 and 2x2", cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", BOUNDARIES)
 def test_everything_that_can_go_wrong_once(mode: Boundary) -> None:
-    cases = plan.disturbed(mode, ((2, 1), (2, 2), (3, 1)))
-    assert not TALLY.walk_all(f"{mode}, one disturbance, 2x1, 2x2 and 3x1", cases)
+    cases = plan.disturbed(mode, ((2, 2), (3, 1)))
+    assert not TALLY.walk_all(f"{mode}, one disturbance, 2x2 and 3x1", cases)
 
 
 @pytest.mark.slow
@@ -94,8 +94,8 @@ def test_everything_that_can_go_wrong_twice(mode: Boundary) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", BOUNDARIES)
 def test_everything_that_can_go_wrong_told_event_by_event(mode: Boundary) -> None:
-    cases = plan.disturbed(mode, ((1, 2), (2, 1)), fine=True)
-    assert not TALLY.walk_all(f"{mode}, one disturbance, every event alone, 1x2 and 2x1", cases)
+    cases = plan.disturbed(mode, ((2, 1),), fine=True)
+    assert not TALLY.walk_all(f"{mode}, one disturbance, every event alone, 2x1", cases)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,8 @@ class Recorder:
 @contextmanager
 def hooks_of(hook: object, out: Path) -> Iterator[tuple[Hooks, queue.SimpleQueue[Verdict]]]:
     heard: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
-    hooks = Hooks(hook, out, heard.put)
+    hooks = Hooks(hook, out)
+    hooks.listen(heard.put)
     try:
         yield hooks, heard
     finally:
@@ -112,5 +114,30 @@ def test_the_restored_checkpoints_hook_runs_again_unless_out_records_its_verdict
         assert heard.get(timeout=10) == Verdict(5, True)
     with hooks_of(Recorder(), tmp_path) as (hooks, heard):
         judging = Judging(hooks, lambda step: {})
-        assert judging.restored(5) == Verdict(5, True)
+        verdict = judging.restored(5)
+        assert verdict == Verdict(5, True)
+        assert judging.heard(verdict)
         assert judging.going_on == ()
+
+
+def test_a_verdict_that_an_earlier_session_asked_for_is_recorded_and_decides_nothing(tmp_path: Path) -> None:
+    hook, go_on = Recorder({6: False}), threading.Event()
+    judge = hook.on_checkpoint
+
+    def slowly(step: int, facts: Mapping[str, Any]) -> Any:
+        go_on.wait(10)
+        return judge(step, facts)
+
+    hook.on_checkpoint = slowly  # type: ignore[method-assign]
+    with hooks_of(hook, tmp_path) as (hooks, before):
+        hooks.ask(6, {})
+        after: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+        hooks.listen(after.put)  # the trainer died, another session goes on from step 4
+        judging = Judging(hooks, lambda step: {})
+        judging.restored(4)
+        judging.ask()
+        go_on.set()
+        verdicts = [after.get(timeout=10), after.get(timeout=10)]
+        assert [judging.heard(verdict) for verdict in verdicts] == [False, True]
+        assert before.empty()
+        assert hooks.verdict_of(6) is False

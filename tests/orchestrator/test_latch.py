@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from shmstage.orchestrator.latch import BAD_BOUNDARIES, PROBE_AFTER, Latch
@@ -74,7 +76,7 @@ MS = 1_000_000
 def cost(**more: object) -> StagingCost:
     instants = {
         "upload_begin": 10 * MS, "staged_ready": 60 * MS, "last_ready": 100 * MS, "update_dispatched": 90 * MS,
-        "last_microbatch_s": 0.08, "median_microbatch_s": 0.08,
+        "waited_elsewhere_s": 0.0, "microbatch_s": [0.08, 0.08, 0.08],
     }  # fmt: skip
     return staging_cost(**{**instants, **more})  # type: ignore[arg-type]
 
@@ -83,12 +85,23 @@ def test_an_upload_that_ends_before_the_last_microbatch_costs_nothing() -> None:
     assert cost() == StagingCost(upload_s=0.05, exposed_s=0.0, overhead_s=0.0)
 
 
-def test_exposed_is_what_outlasts_the_last_microbatch() -> None:
-    assert cost(staged_ready=130 * MS).exposed_s == pytest.approx(0.03)
+def test_exposed_is_what_outlasts_the_last_microbatch_and_is_counted_once() -> None:
+    late = cost(staged_ready=130 * MS, update_dispatched=130 * MS)
+    assert late.exposed_s == pytest.approx(0.03)
+    assert late.overhead_s == 0.0
 
 
-def test_overhead_is_a_held_back_update_and_a_slowed_last_microbatch() -> None:
+def test_overhead_is_an_update_held_back_by_control_alone() -> None:
     assert cost(update_dispatched=107 * MS).overhead_s == pytest.approx(0.007)
-    assert cost(last_microbatch_s=0.1).overhead_s == pytest.approx(0.02)
-    assert cost(last_microbatch_s=0.06).overhead_s == 0.0
-    assert cost(median_microbatch_s=None, update_dispatched=101 * MS).overhead_s == pytest.approx(0.001)
+    assert cost(update_dispatched=107 * MS, staged_ready=105 * MS).overhead_s == pytest.approx(0.002)
+
+
+def test_a_wait_for_a_snapshot_or_a_hook_is_not_stagings_overhead() -> None:
+    assert cost(update_dispatched=407 * MS, waited_elsewhere_s=0.3).overhead_s == pytest.approx(0.007)
+    assert cost(update_dispatched=407 * MS, waited_elsewhere_s=math.inf).overhead_s == 0.0
+
+
+def test_overhead_is_what_the_last_microbatch_took_longer_than_the_median_of_its_step() -> None:
+    assert cost(microbatch_s=[0.08, 0.08, 0.1]).overhead_s == pytest.approx(0.02)
+    assert cost(microbatch_s=[0.08, 0.08, 0.06]).overhead_s == 0.0
+    assert cost(microbatch_s=[0.5]).overhead_s == 0.0

@@ -61,12 +61,10 @@ def test_a_step_is_complete_when_all_of_it_is_known_and_not_before(ledger: Ledge
     assert ledger.is_complete(1)
 
 
-@pytest.mark.parametrize("missing", ["update", "metrics", "fwd_bwd of the last", "staged of the last", "evaluation"])
-def test_a_step_of_which_one_thing_is_unknown_is_not_complete(ledger: Ledger, missing: str) -> None:
-    acts = facts(ledger, 1, 100)
-    left_out = {"staged of the last": 6, "fwd_bwd of the last": 7, "metrics": 9, "update": 10, "evaluation": 11}[missing]
-    for number, act in enumerate(acts):
-        if number != left_out:
+@pytest.mark.parametrize("missing", [6, 7, 9, 10, 11], ids=["upload", "forward", "metrics", "update", "evaluation"])
+def test_a_step_of_which_one_thing_is_unknown_is_not_complete(ledger: Ledger, missing: int) -> None:
+    for number, act in enumerate(facts(ledger, 1, 100)):
+        if number != missing:
             act()
     assert not ledger.is_complete(1)
 

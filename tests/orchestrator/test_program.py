@@ -18,6 +18,7 @@ from shmstage.errors import (
     StaleHandleError,
     StoppedError,
     TokenFailedError,
+    TrainerError,
     WaitTimeoutError,
 )
 from shmstage.memory.handle import Handle
@@ -132,6 +133,11 @@ class InstantTrainer:
         return TicketEvent(0, self.ticket, command, step, not bad, values.get(command, {}), "disk full", {})
 
 
+def raise_from_peer(error: ShmstageError) -> None:
+    error.from_peer = True
+    raise error
+
+
 class ImmediateFeeder:
     """Delivers each micro-batch the moment it is allowed to."""
 
@@ -187,7 +193,7 @@ def make(
     program = Program(
         Config(mode, 3, steps, **config), TrainerClient(trainer, timeout_s=1.0), ledger,  # type: ignore[arg-type]
         Saving(out or Path("unused"), {}, start=ResumeState.start(), first_step=1),
-        write_step=lines.append, stop_requested=stop, call_timeout_s=5.0, **(more or {}),
+        write_step=lambda line: lines.append(line) is None, stop_requested=stop, call_timeout_s=5.0, **(more or {}),
     )  # fmt: skip
     feeder = ImmediateFeeder(3, count if count is not None else (steps or 0) * 3, feeder_error)
     feeder.deliver = program.deliver
@@ -236,7 +242,7 @@ def test_a_stage_that_raised_ends_the_run_after_update_and_checkpoint_with_its_e
 
     def fail(record: dict[str, Any]) -> None:
         if record["step"] == 3 and record["index"] == 0:
-            raise error("out of device memory")
+            raise_from_peer(error("out of device memory"))
 
     trainer.fail["stage_fwd_bwd"] = fail
     program, feeder, lines = make("staged_before_update", trainer)
@@ -336,16 +342,22 @@ def test_a_stop_while_an_update_is_deferred_applies_it_first() -> None:
 
 
 @pytest.mark.parametrize("mode", BOUNDARIES)
-def test_a_stop_inside_a_step_asks_for_no_checkpoint_that_the_trainer_would_refuse(mode: Boundary) -> None:
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_stop_inside_a_step_saves_the_step_before_it_unless_the_trainer_refuses(
+    mode: Boundary, refused: bool
+) -> None:
     trainer = InstantTrainer()
 
     def inside_step_2() -> bool:
         return any(r["command"].startswith("fwd_bwd") and (r["step"], r["index"]) == (2, 0) for r in trainer.received)
 
+    if refused:
+        trainer.fail["save_checkpoint"] = lambda record: raise_from_peer(TrainerError("step 2 has begun"))
     program, feeder, _ = make(mode, trainer, stop=inside_step_2)
-    with pytest.raises(StoppedError, match="up to step 0 is saved"):
+    with pytest.raises(StoppedError, match=f"up to step {0 if refused else 1} is saved"):
         run(program, feeder)
-    assert "save_checkpoint" not in [r["command"] for r in trainer.received]
+    saved = [r["step"] for r in trainer.received if r["command"] == "save_checkpoint"]
+    assert saved == ([] if refused else [1])
 
 
 @pytest.mark.parametrize("mode", BOUNDARIES)
@@ -538,7 +550,7 @@ def test_the_figures_of_an_evaluation_stand_in_the_line_of_its_step() -> None:
 
 
 def test_weights_older_than_those_published_before_a_restart_are_not_published_again(tmp_path: Path) -> None:
-    Saving(tmp_path, {}, start=ResumeState.start(), first_step=1).weights_published(5)
+    Saving(tmp_path, {}, start=ResumeState.start(), first_step=1).publishing(5)
     for restored, published in [(3, []), (5, [5])]:
         trainer = InstantTrainer()
         program, _, _ = make("serial", trainer, out=tmp_path, weight_sync="async")

@@ -50,3 +50,14 @@ def test_calibration_is_the_median_of_device_times() -> None:
 def test_a_first_microbatch_that_waits_for_its_late_fields_is_idle() -> None:
     patched = replace(SEAMLESS, first_patch_ready=125 * MS, first_ready=225 * MS)
     assert boundary_idle_s(patched, None) == 0.01
+
+
+def test_time_in_which_the_devices_scored_or_evaluated_is_not_idle() -> None:
+    late = replace(SEAMLESS, first_dispatched=155 * MS, first_ready=255 * MS)
+    assert boundary_idle_s(late, 0.1) == 0.04
+    windows = [(110 * MS, 125 * MS), (120 * MS, 135 * MS), (150 * MS, 200 * MS)]  # they overlap, and reach beyond
+    assert boundary_idle_s(late, 0.1, windows) == 0.015
+
+
+def test_late_fields_that_arrive_late_are_idle() -> None:
+    assert boundary_idle_s(replace(SEAMLESS, first_patch_ready=125 * MS, first_ready=225 * MS), 0.1) == 0.01

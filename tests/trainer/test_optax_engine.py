@@ -242,3 +242,20 @@ def test_metadata_that_is_not_plain_is_refused_and_leaves_no_checkpoint(tmp_path
 def test_saving_without_a_directory_is_refused() -> None:
     with pytest.raises(CheckpointError, match="without checkpoint_dir"):
         ToyEngine().save(0, {})
+
+
+def test_a_restore_goes_no_further_than_it_is_told_to() -> None:
+    engine = ToyEngine(store=MemoryStore())
+    digests = {}
+    for step in (1, 2, 3):
+        engine.fwd_bwd(batch(step))
+        engine.update()
+        digests[step] = param_digest(engine)
+        snapshot = engine.save(step, {"cursor": step * 10})
+        snapshot.copy_to_host()
+        snapshot.write()
+    assert engine.restore(at_most=1) == {"cursor": 10, "step": 1}
+    assert param_digest(engine) == digests[1]
+    assert engine.restore(at_most=7) == {"cursor": 30, "step": 3}
+    with pytest.raises(CheckpointError, match="no checkpoint of step 0 or before is left"):
+        engine.restore(at_most=0)

@@ -412,3 +412,22 @@ def test_compiling_the_moe_engine_first_compiles_what_is_run() -> None:
     engine.fwd_bwd(batch)
     held = engine.inner._replays._open[0].batch[CAPACITY]
     assert (held.shape, held.dtype, held.sharding) == ((), jnp.int32, batch["segment_ids"].sharding)
+
+
+def test_a_replay_that_fails_fails_the_update_of_a_small_model_too() -> None:
+    params = {"b": jnp.zeros(()), "w": jnp.ones(32)}
+
+    def overflowing(params: Any, batch: Any) -> Any:
+        return (*toy_loss(params, batch), jnp.bool_(True))
+
+    def held() -> Any:
+        store = MemoryStore()
+        return Held(OptaxEngine(overflowing, params, optax.sgd(0.5), store=store, replay_loss_fn=toy_loss), "seeded")
+
+    with rigged(held) as rig:
+        rig.engine.over.set()
+        handle = rig.publish(1, 0, final=True)
+        rig.call("fwd_bwd", handle=handle)
+        assert rig.token("fwd_bwd", handle.request_id).ok
+        assert not rig.token("update", "update.1").ok
+        assert not rig.token("replay", handle.request_id).ok

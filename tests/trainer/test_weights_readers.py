@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -281,3 +282,10 @@ def test_whatever_readers_do_they_never_see_two_versions_mixed() -> None:
         for thread in threads:
             thread.join()
         assert not faults
+
+
+def test_the_newest_version_is_not_written_over_although_nobody_reads_it() -> None:
+    with rigged() as rig:
+        versions = [first(rig), *(publish(rig, version).value for version in (2, 3, 4, 5))]
+        slots = [value["handle"][0] for value in versions]
+        assert all(before != after for before, after in pairwise(slots))

@@ -75,6 +75,9 @@ class Case:
         for field in fields(self)[3:]:
             value = getattr(self, field.name)
             if value != field.default:
-                shown = "+".join(sorted(value)) if isinstance(value, frozenset) else value
+                shown = "all" if value == frozenset(DISTURBANCES) else value
+                if isinstance(value, frozenset) and shown is value:
+                    missing = [name for name in DISTURBANCES if name not in value]
+                    shown = "all-but:" + "+".join(missing) if len(missing) < len(value) else "+".join(sorted(value))
                 said.append(field.name if value is True else f"{field.name}={shown}")
         return " ".join(said)

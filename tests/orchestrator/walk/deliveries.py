@@ -124,6 +124,8 @@ def deliver(world: World, w: Facts) -> bool:
         kind, of = name
         if not world.tell(w, "late_field_failed" if kind in ROLE_KINDS else "ticket_failed", of):
             return False
+        late = kind in ROLE_KINDS or w[at.UPDATED] > of
+        require(late, "stop", f"{kind} {of} failed before update {w[at.UPDATED] + 1}, and the run goes on")
         w[at.ENDING] = w[at.ENDING] or f"{kind} failed"
         _carry_on_without(world, w, kind, of)
     elif what.endswith("failed"):

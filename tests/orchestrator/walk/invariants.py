@@ -7,7 +7,7 @@ from typing import NoReturn
 from shmstage.orchestrator.schedule import Command, Key, Kind
 from walk import facts as at
 from walk.cases import Case
-from walk.facts import Facts
+from walk.facts import Facts, State
 
 #: number in the contract, then what was added to it; the keys name violations
 INVARIANTS = {
@@ -31,6 +31,10 @@ INVARIANTS = {
     "planned": "a stage is planned where the contract says, and nowhere else",
     "stop": "after a stop or a failure nothing new is begun",
 }
+
+
+#: what became of memory's wish for a checkpoint: not yet at a boundary, due at this one, granted
+ASKED, DUE, SAVED = 1, 2, 3
 
 
 class ViolationError(AssertionError):
@@ -82,6 +86,9 @@ def on_stage(case: Case, w: Facts, key: Key) -> None:
     trained = (w[at.UPDATED] + 1, w[at.COUNT])
     after = (w[at.UPDATED] + 2, 0) if w[at.DEFERRED] else trained
     require(key == after, "1 same", f"{key} is staged, {after} comes next")
+    if key[1] == 0 and not w[at.DEFERRED]:
+        first_at_boundary = not w[at.DONE] and w[at.UPDATED] > w[at.BASE]
+        require(first_at_boundary, "planned", f"{key} is staged after its turn; it is to be sent whole")
     if case.reference:
         require(("ref", key) in w[at.SCORED], "1 same", f"{key} is staged without its reference log-probs")
 
@@ -114,12 +121,32 @@ def on_forward(case: Case, w: Facts, command: Command, staged: bool) -> None:
         require(w[at.COUNT] == 0, "planned", f"{key} is sent whole; inside a step staged modes stage")
         require(not w[at.PROMISED], "planned", f"{key} was packed in time and is not staged")
     if command.defer_update:
+        require(command.is_final, "planned", f"{key} is deferred and is not the last of its step")
         _may_defer(case, w, key)
     if command.is_final:
         in_time = (step + 1, 0) in w[at.HELD] and undisturbed
         must_defer = in_time and case.mode == "staged_before_update"
         require(command.defer_update or not must_defer, "planned", f"{key} is not deferred, {step + 1}.0 is packed")
         w[at.PROMISED] = int(in_time and case.stages)
+        on_closed(w)
+
+
+def on_closed(w: Facts) -> None:
+    """The last call of a step: a checkpoint that memory asked for before it is due at this boundary."""
+    if w[at.WANTED] == ASKED:
+        w[at.WANTED] = DUE
+
+
+def on_apply(case: Case, w: Facts) -> None:
+    """A planned stage goes before the update; it is waited for until L is known to be finished or the input to end."""
+    step = w[at.UPDATED] + 1
+    if w[at.STOPPED] or w[at.ENDING] or w[at.UNSTAGED] or w[at.STAGED]:
+        return
+    require((step + 1, 0) not in w[at.HELD], "planned", f"update {step} goes before the stage of {step + 1}.0")
+    last = ("F", (step, w[at.COUNT] - 1))
+    finished = last not in w[at.QUEUE] and last not in w[at.OUTBOX]
+    gave_up = finished or bool(w[at.END]) or case.deadline
+    require(gave_up, "planned", f"the stage of {step + 1}.0 is given up before {last} finished")
 
 
 def _may_defer(case: Case, w: Facts, key: Key) -> None:
@@ -137,6 +164,7 @@ def _step_before_is_over(case: Case, w: Facts, step: int) -> None:
         require(kind in w[at.DONE], invariant, f"step {step + 1} begins before {kind} of step {step}")
     if case.sync == "sync" and step >= w[at.FLOOR]:
         require(w[at.PUBLISHED] >= step, "weights", f"step {step + 1} begins before weights {step} are published")
+    require(w[at.WANTED] != DUE, "5 checkpoint", f"step {step + 1} begins without the checkpoint that memory asked for")
     if case.mode == "serial":
         require(w[at.BOOKED] >= step, "9 serial", f"step {step + 1} begins before step {step} is booked")
 
@@ -198,8 +226,11 @@ def on_duty(case: Case, w: Facts, kind: str, step: int) -> None:
         require(step >= w[at.FLOOR], "weights", f"weights {step} below the published {w[at.FLOOR]}")
     if kind == "checkpoint":
         require(step != w[at.BAD], "5 checkpoint", f"checkpoint {step} of a step with a failed token")
-        due = kind in owed(case, w, step) or w[at.WANTED] or w[at.ENDING]
+        settings = "checkpoint" in owed(case, w, step)
+        due = settings or w[at.WANTED] in (ASKED, DUE) or w[at.ENDING]
         require(bool(due), "5 checkpoint", f"checkpoint {step} that nobody asked for")
+        if w[at.WANTED] == DUE or (w[at.WANTED] == ASKED and not settings):
+            w[at.WANTED] = SAVED
 
 
 def on_score(case: Case, w: Facts, role: str, key: Key) -> None:
@@ -218,6 +249,9 @@ def on_score(case: Case, w: Facts, role: str, key: Key) -> None:
 def on_bookkeep(case: Case, w: Facts, step: int) -> None:
     require(step == w[at.BOOKED] + 1, "books", f"step {step} is booked after step {w[at.BOOKED]}")
     require(w[at.LANDED] >= step, "books", f"step {step} is booked before its update landed")
+    metrics = ("metrics", step)
+    on_their_way = metrics in w[at.COPIES] or ("ticket", metrics) in w[at.OUTBOX]
+    require(not on_their_way, "books", f"step {step} is booked before its metrics are there")
     require(w[at.BAD] != step, "2 update", f"step {step} is booked although a token of it failed")
     if w[at.UPDATED] == step and not w[at.ENDING]:
         missing = [kind for kind in owed(case, w, step) if kind not in w[at.DONE]]
@@ -226,6 +260,13 @@ def on_bookkeep(case: Case, w: Facts, step: int) -> None:
             first = (step + 1, 0)
             there = first in w[at.HELD] or bool(w[at.STAGED])
             require(not there, "books", f"the devices wait for the books of step {step}: {first} is there and not sent")
+
+
+def on_waiting(case: Case, w: Facts | State) -> None:
+    """The schedule has nothing to do now."""
+    nothing_comes = w[at.END] and w[at.PACKED] <= (w[at.UPDATED] + 1) * case.microbatches
+    waits = w[at.DEFERRED] and nothing_comes and not w[at.VERDICTS]
+    require(not waits, "source", f"update {w[at.UPDATED] + 1} waits for a stage after the end of input")
 
 
 def on_silence(case: Case, w: Facts) -> None:

@@ -30,7 +30,9 @@ def product_of_settings(mode: Boundary, sizes: tuple[Size, ...], *, known_end: b
 
 
 #: (checkpoint_every, sync, hook): what is owed at a boundary
-_DUTIES: tuple[tuple[int, WeightSync, bool], ...] = ((0, "off", False), (1, "async", True), (2, "sync", False), (1, "off", False))
+_DUTIES: tuple[tuple[int, WeightSync, bool], ...] = (
+    (0, "off", False), (1, "async", True), (2, "sync", False), (1, "off", False),
+)  # fmt: skip
 #: (trainer, replay, slots, buffers, known_end, eval_every, deadline, tight): what surrounds it
 _AROUND: tuple[tuple[Trainer, bool, int, int, bool, int, bool, bool], ...] = (
     ("tokens", False, 3, 2, True, 0, False, False),
@@ -38,6 +40,19 @@ _AROUND: tuple[tuple[Trainer, bool, int, int, bool, int, bool, bool], ...] = (
     ("blocks", True, 3, 3, True, 0, True, False),
     ("waits", False, 2, 3, False, 2, True, True),
 )
+
+
+def what_befalls(mode: Boundary, size: Size) -> frozenset[str]:
+    """All that can go wrong but for what changes nothing there and doubles the states.
+
+    A reply that comes twice is dropped by the client whatever the run's length; without staging nobody asks the latch.
+    """
+    left_out = set()
+    if size[0] * size[1] > 2:
+        left_out.add("reply late")
+    if not mode.startswith("staged"):
+        left_out.add("latch")
+    return ALL - left_out
 
 
 def disturbed(
@@ -53,7 +68,8 @@ def disturbed(
         yield Case(
             mode, steps, microbatches, trainer=trainer, replay=replay, late=late, checkpoint_every=checkpoint_every,
             sync=sync, known_end=known_end, slots=slots, buffers=buffers, hook=hook, eval_every=eval_every,
-            deadline=deadline, tight=tight, disturbances=ALL, budget=budget, fine=fine,
+            deadline=deadline, tight=tight, disturbances=what_befalls(mode, (steps, microbatches)), budget=budget,
+            fine=fine,
         )  # fmt: skip
 
 
@@ -65,8 +81,9 @@ def twice_disturbed(mode: Boundary) -> Iterator[Case]:
 
 def large(mode: Boundary) -> Iterator[Case]:
     """Three steps of three micro-batches with everything that can go wrong once."""
-    yield Case(mode, 3, 3, checkpoint_every=2, sync="async", disturbances=ALL, budget=1, replay=True)
+    befalls = what_befalls(mode, (3, 3))
+    yield Case(mode, 3, 3, checkpoint_every=2, sync="async", disturbances=befalls, budget=1, replay=True)
     yield Case(
-        mode, 3, 3, checkpoint_every=1, sync="sync", hook=True, late="both", disturbances=ALL, budget=1, known_end=False
-    )
-
+        mode, 3, 3, checkpoint_every=1, sync="sync", hook=True, late="both", disturbances=befalls, budget=1,
+        known_end=False,
+    )  # fmt: skip

@@ -16,7 +16,7 @@ from walk.walker import shortest_trace, walk
 
 @dataclass
 class Tally:
-    """``violations`` are told as text, with the shortest trace; ``faults`` maps a seeded fault to whether it was found."""
+    """``violations`` are texts with the shortest trace; ``faults`` maps a seeded fault to whether it was found."""
 
     states: int = 0
     orders: int = 0

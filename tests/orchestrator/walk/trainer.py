@@ -43,9 +43,11 @@ def execute(case: Case, w: Facts, command: Command, overflows: tuple[int, ...]) 
     elif kind is Kind.APPLY_DEFERRED:
         if not w[at.DEFERRED]:
             violated("refused", "apply_deferred_update: none is deferred")
+        invariants.on_apply(case, w)
         w[at.DEFERRED] = 0
         _update(case, w, command.step, flags)
     elif kind is Kind.UPDATE:
+        invariants.on_closed(w)
         _update(case, w, command.step, flags)
     elif kind in TICKETS:
         _snapshot(case, w, TICKETS[kind], command.step)

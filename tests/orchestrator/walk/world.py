@@ -53,6 +53,8 @@ class World:
             steps.append(self.told(state, "stage deadline", self.tell, "stage_wait_over"))
         moves_by_itself = bool(steps)
         self._feed(state, limit, steps)
+        if command is None:
+            invariants.on_waiting(self.case, state)
         if command is not None:
             steps += calls.issue(self, state, command, in_flight)
         elif not steps:
