@@ -67,9 +67,9 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
 class _Ending:
     """When to end after a stop was asked for: not while a living orchestrator may still want a deferred update applied.
 
-    The launcher interrupts the orchestrator first, which ends in order and says ``shutdown``; the trainer hears of the
-    stop only when that took too long. A signal to the whole group and a launcher that is gone reach both at once. Only
-    if the orchestrator is dead, never came, or takes longer than ``grace_s`` does the trainer end by itself.
+    The launcher interrupts the orchestrator first, which closes the step and says ``shutdown``, and the trainer only
+    when the orchestrator has ended. But a signal to both, or the launcher's death, reaches both at once: only if the
+    orchestrator is dead, never came, or takes longer than ``grace_s`` does the trainer end by itself.
     """
 
     def __init__(self, lifeline: Lifeline, grace_s: float) -> None:

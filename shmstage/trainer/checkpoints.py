@@ -25,8 +25,8 @@ REPLACED = ".replaced-"
 class CheckpointStore(Protocol):
     """Where checkpoints are kept. ``save`` is called on the snapshot thread, the rest on the command thread.
 
-    It may have ``discard_above(step)``: remove the checkpoints of later steps, durably on return. Without it, those that
-    a restore went back behind stay until their step is saved again, and a later restore may take them.
+    It may have ``discard_above(step)``: put the checkpoints of later steps out of the way, durably on return. Without
+    it, those that a restore went back behind stay until their step is saved again, and a later restore may take them.
     """
 
     def steps(self) -> list[int]:
@@ -101,7 +101,11 @@ class OrbaxStore:
         return tree, metadata
 
     def discard_above(self, step: int) -> None:
-        """Remove the checkpoints of later steps, durably on return. Raises ``CheckpointError``."""
+        """Put the checkpoints of later steps aside, durably on return. Raises ``CheckpointError``.
+
+        They are no checkpoints any more, and go for good when their steps are saved again: somebody may have shortened
+        ``steps.jsonl`` by mistake.
+        """
         later = [found for found in self.steps() if found > step]
         try:
             for found in reversed(later):
@@ -115,8 +119,6 @@ class OrbaxStore:
                 f"checkpoints {later} in {self.directory}, later than the restored {step}, were not removed: {error}; "
                 "remove them: a restart would take one of them"
             ) from error
-        for found in later:  # what is left of them under this name is no checkpoint
-            shutil.rmtree(self.directory / f"{REPLACED}{found}", ignore_errors=True)
 
 
 def _flush(tree: Path) -> None:

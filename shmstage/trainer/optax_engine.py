@@ -181,7 +181,7 @@ class OptaxEngine:
         return {"loss_sum": loss_sum, "denominator": denominator, **metrics}
 
     @property
-    def per_token_logps(self) -> LogpsFn:
+    def per_token_logps(self) -> Callable[[Batch, str], jax.Array]:
         """``per_token_logps(batch, role)`` of ``OptionalMethods``; there only with ``logps_fn``."""
         if self._logps is None:
             raise AttributeError("this OptaxEngine was made without logps_fn: it scores nothing")

@@ -64,13 +64,12 @@ MUTANTS = (
         (f"{PROGRAM}::test_a_hook_that_ends_the_run_leaves_no_update_behind_it[staged_before_update]",),
     ),
     Mutant(
-        "a stop inside a step asks for a checkpoint of half of it",
+        "a stop inside a step loses the step before it",
         f"{ORCHESTRATOR}/program.py",
-        "        if last > self._saving.saved and self._schedule.state.sent == 0:\n",
-        "        if last >= self._saving.saved:\n",
-        (f"{PROGRAM}::test_a_stop_inside_a_step_asks_for_no_checkpoint_that_the_trainer_would_refuse[serial]",),
+        "        if last <= self._saving.saved:\n",
+        "        if last <= self._saving.saved or self._schedule.state.sent > 0:\n",
+        (f"{PROGRAM}::test_a_stop_inside_a_step_saves_the_step_before_it_unless_the_trainer_refuses[False-serial]",),
     ),
-    # --- books and checkpoints
     Mutant(
         "the line's denominator counts what was packed, not what was trained",
         f"{ORCHESTRATOR}/ledger.py",
@@ -102,8 +101,8 @@ MUTANTS = (
     Mutant(
         "the published version goes back",
         f"{ORCHESTRATOR}/saving.py",
-        "self.published = max(self.published, version)",
-        "self.published = version",
+        "            return\n        self.published = max(self.published, version)\n",
+        "            pass\n        self.published = version\n",
         (f"{TESTS}/test_saving.py::test_the_published_version_is_found_again_in_out_and_never_goes_back",),
     ),
     Mutant(
@@ -277,15 +276,22 @@ MUTANTS = (
     Mutant(
         "the wait before a late update is no idle time",
         "shmstage/timeline/idle.py",
-        "    idle_ns = started - at.update_landed + before_update\n",
-        "    before_update = 0\n    idle_ns = started - at.update_landed + before_update\n",
+        "covered_ns(busy, at.update_landed, started) + before_update\n",
+        "covered_ns(busy, at.update_landed, started)\n",
         ("tests/timeline/test_idle.py::test_a_wait_before_a_late_update_is_not_a_win",),
+    ),
+    Mutant(
+        "time in which the devices scored is idle time",
+        "shmstage/timeline/idle.py",
+        " - covered_ns(busy, at.update_landed, started) + before_update\n",
+        " + before_update\n",
+        ("tests/timeline/test_idle.py::test_time_in_which_the_devices_scored_or_evaluated_is_not_idle",),
     ),
     Mutant(
         "the smaller of the idle estimators is reported",
         "shmstage/timeline/idle.py",
-        "idle_ns = max(idle_ns, started_by_end",
-        "idle_ns = min(idle_ns, started_by_end",
+        "started = max(started, at.first_ready",
+        "started = min(started, at.first_ready",
         ("tests/timeline/test_idle.py::test_the_larger_estimator_is_reported",),
     ),
     Mutant(
@@ -298,9 +304,16 @@ MUTANTS = (
     Mutant(
         "an update that was held back costs nothing",
         "shmstage/timeline/staging.py",
-        "overhead_s=held_back_s + slowed_s,",
+        "overhead_s=max(0.0, held_back_s - waited_elsewhere_s) + slowed_s,",
         "overhead_s=slowed_s,",
-        (f"{TESTS}/test_latch.py::test_overhead_is_a_held_back_update_and_a_slowed_last_microbatch",),
+        (f"{TESTS}/test_latch.py::test_overhead_is_an_update_held_back_by_control_alone",),
+    ),
+    Mutant(
+        "staging is blamed for a wait that a snapshot caused",
+        "shmstage/timeline/staging.py",
+        "max(0.0, held_back_s - waited_elsewhere_s)",
+        "held_back_s",
+        (f"{TESTS}/test_latch.py::test_a_wait_for_a_snapshot_or_a_hook_is_not_stagings_overhead",),
     ),
     Mutant(
         "the latch counts bad boundaries that are not running",

@@ -128,6 +128,11 @@ class Rig:
             self.call("fwd_bwd", handle=self.publish(step, index, final=index == microbatches - 1))
         return self.ticket(self.call("get_metrics", step=step)).value
 
+    def reach(self, step: int) -> None:
+        """Train until ``step`` is the last update."""
+        for following in range(int(self.call("info")["last_step"]) + 1, step + 1):
+            self.train_step(following, microbatches=1)
+
     def digest(self) -> str:
         return str(self.call("info", param_digest=True)["param_digest"])
 

@@ -168,7 +168,7 @@ def test_an_update_needs_gradients_so_that_none_runs_twice(gate: Gate) -> None:
     refused(gate, TrainerError, gate.admit_update)
 
 
-@pytest.mark.parametrize("command", ["get_metrics", "save_checkpoint"])
+@pytest.mark.parametrize("command", ["get_metrics", "save_checkpoint", "prepare_weight_sync"])
 def test_snapshots_come_after_their_update_and_before_the_next_forward(gate: Gate, command: str) -> None:
     gate.trained(micro(1, final=True), deferred=False)
     gate.updated()
@@ -176,6 +176,15 @@ def test_snapshots_come_after_their_update_and_before_the_next_forward(gate: Gat
     assert "the last update is 1" in refused(gate, TrainerError, lambda: gate.admit_snapshot(command, 2))
     gate.trained(micro(2), deferred=False)
     assert "step 2 has begun" in refused(gate, TrainerError, lambda: gate.admit_snapshot(command, 1))
+
+
+def test_inside_a_step_what_its_forward_passes_do_not_change_can_be_saved(gate: Gate) -> None:
+    gate.trained(micro(1, final=True), deferred=False)
+    gate.updated()
+    gate.trained(micro(2), deferred=False)
+    gate.admit_snapshot("save_checkpoint", 1, inside=True)
+    for other in (0, 2):
+        refused(gate, TrainerError, lambda other=other: gate.admit_snapshot("save_checkpoint", other, inside=True))
 
 
 def test_training_goes_on_from_the_restored_step() -> None:

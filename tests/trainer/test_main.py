@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from shmstage.memory.pool import Pool
 from shmstage.memory.sweep import list_objects
 from shmstage.settings import Settings
 from shmstage.testing.engines import toy_layout
+from shmstage.trainer import __main__ as main
 from shmstage.transport.client import Client
 from shmstage.transport.endpoints import endpoint_for
 from shmstage.transport.zmq import ZmqChannel
@@ -162,3 +164,20 @@ def test_an_engine_that_cannot_be_made_is_one_line_and_exit_code_2(
     assert "Traceback" not in log
     assert len(log.splitlines()) == 1
     assert list_objects(RUN) == []
+
+
+def test_the_worker_gives_a_wait_up_before_its_client_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class MadeError(Exception):
+        pass
+
+    given: dict[str, Any] = {}
+
+    def worker(engine: Any, **options: Any) -> None:
+        given.update(options)
+        raise MadeError
+
+    monkeypatch.setattr(main, "Worker", worker)
+    never: Any = SimpleNamespace(stop_requested=lambda: False)
+    with pytest.raises(MadeError):
+        main.serve(Settings(run=RUN, out=tmp_path, engine=TOY, call_timeout_s=10.0), never, 1)
+    assert given["timeout_s"] == 9.0

@@ -15,6 +15,8 @@ from trainer.rig import microbatch
 from shmstage.errors import CheckpointError, EngineError
 from shmstage.memory.layout import Layout
 from shmstage.testing.engines import MemoryStore, ToyEngine, toy_layout, toy_loss
+from shmstage.trainer import checkpoints
+from shmstage.trainer.checkpoints import OrbaxStore
 from shmstage.trainer.digests import param_digest
 from shmstage.trainer.host_copy import host_copy
 from shmstage.trainer.optax_engine import OptaxEngine
@@ -254,8 +256,75 @@ def test_a_restore_goes_no_further_than_it_is_told_to() -> None:
         snapshot = engine.save(step, {"cursor": step * 10})
         snapshot.copy_to_host()
         snapshot.write()
+    assert engine.restore(at_most=7) == {"cursor": 30, "step": 3}
     assert engine.restore(at_most=1) == {"cursor": 10, "step": 1}
     assert param_digest(engine) == digests[1]
-    assert engine.restore(at_most=7) == {"cursor": 30, "step": 3}
     with pytest.raises(CheckpointError, match="no checkpoint of step 0 or before is left"):
         engine.restore(at_most=0)
+
+
+def test_checkpoints_that_a_restore_went_back_behind_are_taken_by_no_later_one(tmp_path: Path) -> None:
+    engine = trained(tmp_path, 3)
+    assert engine.restore(at_most=1) == {"cursor": 10, "step": 1}
+    assert ToyEngine(checkpoint_dir=tmp_path).restore() == {"cursor": 10, "step": 1}
+    # they go for good when their steps are saved again
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".replaced-2", ".replaced-3", "1"]
+    OrbaxStore(tmp_path).save(2, {"x": np.zeros(2)}, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".replaced-3", "1", "2"]
+
+
+def test_checkpoints_in_memory_that_a_restore_went_back_behind_are_gone_too() -> None:
+    store = MemoryStore()
+    engine = ToyEngine(store=store)
+    for step in (1, 2, 3):
+        snapshot = engine.save(step, {})
+        snapshot.copy_to_host()
+        snapshot.write()
+    engine.restore(at_most=2)
+    assert store.steps() == [1, 2]
+
+
+def test_a_restore_that_fails_removes_no_checkpoint(tmp_path: Path) -> None:
+    trained(tmp_path, 2)
+    with pytest.raises(CheckpointError):
+        ToyEngine(48, checkpoint_dir=tmp_path).restore(at_most=1)
+    assert OrbaxStore(tmp_path).steps() == [1, 2]
+
+
+def test_later_checkpoints_are_renamed_durably_and_keep_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path, 3)
+    seen: list[tuple[list[int], bool]] = []
+    store = OrbaxStore(tmp_path)
+
+    def flush(directory: Path) -> None:
+        bytes_left = any(path.is_file() for path in (directory / ".replaced-3").rglob("*"))
+        seen.append((OrbaxStore(directory).steps(), bytes_left))
+
+    monkeypatch.setattr(checkpoints, "_flush_directory", flush)
+    store.discard_above(1)
+    assert seen == [([1], True)]
+    store.discard_above(1)
+    assert len(seen) == 1
+
+
+def test_later_checkpoints_that_cannot_be_removed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = trained(tmp_path, 2)
+    monkeypatch.setattr(Path, "rename", lambda self, target: (_ for _ in ()).throw(OSError("read-only")))
+    with pytest.raises(CheckpointError, match=r"checkpoints \[2\] .*were not removed: read-only; remove them"):
+        engine.restore(at_most=1)
+
+
+def test_a_store_that_cannot_discard_is_restored_all_the_same() -> None:
+    class Keeping:
+        def __init__(self) -> None:
+            inner = MemoryStore()
+            self.steps, self.save, self.load = inner.steps, inner.save, inner.load
+
+    engine = ToyEngine(store=Keeping())
+    for step in (1, 2):
+        snapshot = engine.save(step, {})
+        snapshot.copy_to_host()
+        snapshot.write()
+    assert engine.restore(at_most=1) == {"step": 1}

@@ -3,7 +3,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from trainer.rig import RUN, Rig, microbatch, rigged
 
@@ -16,9 +18,10 @@ from shmstage.errors import (
 )
 from shmstage.memory.handle import Handle
 from shmstage.memory.reader import Lease, PoolReader
-from shmstage.testing.engines import MemoryStore, ReplayingEngine, ToyEngine, toy_layout
+from shmstage.testing.engines import MemoryStore, ReplayingEngine, ToyEngine, toy_layout, toy_loss
 from shmstage.trainer import aliasing
 from shmstage.trainer.digests import payload_digest
+from shmstage.trainer.optax_engine import OptaxEngine
 
 pytestmark = pytest.mark.slow
 
@@ -284,9 +287,34 @@ def test_an_engine_that_cannot_score_or_evaluate_says_so() -> None:
         handle = rig.publish(1, 0)
         with pytest.raises(EngineError, match="TrainsOnly does not do it: no reference model"):
             rig.call("per_token_logps", handle=handle, role="actor")
-        with pytest.raises(EngineError, match="TrainsOnly has no such method"):
+        with pytest.raises(EngineError, match="TrainsOnly has no such method; give it one or leave eval_every off"):
             rig.call("eval_step", handle=rig.publish(1, 1))
         rig.train_step(1)
+
+
+def test_an_optax_engine_without_logps_fn_says_which_settings_need_it() -> None:
+    params = {"b": jnp.zeros(()), "w": jnp.ones(32)}
+    with rigged(lambda: OptaxEngine(toy_loss, params, optax.sgd(0.5), store=MemoryStore())) as rig:
+        assert rig.call("info")["optional"] == ["eval_step"]
+        wanted = "OptaxEngine has no such method; .*leave recompute_old_logps and reference_logps off"
+        with pytest.raises(EngineError, match=wanted):
+            rig.call("per_token_logps", handle=rig.publish(1, 0), role="reference")
+
+
+def test_scores_and_evaluations_do_not_wait_for_the_disk() -> None:
+    store = MemoryStore()
+    with rigged(lambda: ToyEngine(store=store), layout=toy_layout(late=True)) as rig:
+        handle = rig.publish(1, 0)
+        rig.call("stage_fwd_bwd", handle=handle)
+        store.hold.clear()
+        try:
+            for number in range(3):  # one is written, one waits for it, so the third is not handed over
+                rig.call("save_checkpoint", step=0, metadata={"number": number})
+            assert rig.ticket(rig.call("per_token_logps", request_id=handle.request_id, role="actor")).ok
+            assert rig.ticket(rig.call("per_token_logps", handle=rig.publish(1, 1), role="actor")).ok
+            assert rig.ticket(rig.call("eval_step", handle=rig.publish(1, 2))).ok
+        finally:
+            store.hold.set()
 
 
 def test_sent_whole_after_a_stage_whose_answer_was_lost_a_microbatch_is_trained_with_the_scores_of_its_slot() -> None:

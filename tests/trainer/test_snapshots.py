@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import queue
 import re
 import threading
@@ -34,7 +35,18 @@ def test_a_ticket_resolves_with_what_was_copied(
 ) -> None:
     number = snapshots.submit("metrics", 3, lambda: {"loss": 1.5})
     event = events.get(timeout=DEADLINE_S)
-    assert event == TicketEvent(0, number, "metrics", 3, True, {"loss": 1.5}, "", {"done_ns": 42})
+    assert event == TicketEvent(0, number, "metrics", 3, True, {"loss": 1.5}, "", {"begin_ns": 42, "done_ns": 42})
+
+
+def test_a_ticket_says_when_it_was_asked_for_and_when_it_was_done(events: queue.SimpleQueue[TicketEvent]) -> None:
+    release, clock = threading.Event(), itertools.count(1)
+    snapshots = Snapshots(events.put, clock_ns=lambda: next(clock))
+    snapshots.submit("metrics", 1, lambda: {"waited": release.wait(DEADLINE_S)})
+    snapshots.submit("metrics", 2, dict)
+    release.set()
+    stamps = [events.get(timeout=DEADLINE_S).stamps for _ in range(2)]
+    assert stamps == [{"begin_ns": 1, "done_ns": 3}, {"begin_ns": 2, "done_ns": 4}]
+    snapshots.close()
 
 
 def test_a_ticket_with_a_write_resolves_when_it_is_durable(
@@ -52,7 +64,7 @@ def test_the_update_waits_for_copies_that_read_what_it_donates_and_for_no_others
     snapshots.submit("metrics", 1, lambda: {"waited": release.wait(DEADLINE_S)})
     assert snapshots.wait_copies(0.0) == 0.0
     snapshots.submit("checkpoint", 1, lambda: None, dict, holds=True)
-    with pytest.raises(WaitTimeoutError, match="copy of checkpoint 1"):
+    with pytest.raises(WaitTimeoutError, match=r"copy of checkpoint 1, .*raise call_timeout_s"):
         snapshots.wait_copies(0.01)
     release.set()
     assert snapshots.wait_copies(DEADLINE_S) >= 0.0
@@ -69,6 +81,32 @@ def test_a_slow_disk_does_not_hold_up_the_next_metrics(
     assert snapshots.wait_copies(DEADLINE_S) >= 0.0  # copied is enough; durable comes later
     release.set()
     assert events.get(timeout=DEADLINE_S).kind == "checkpoint"
+
+
+def test_what_others_wait_for_is_held_up_by_no_copy_and_no_disk(
+    snapshots: Snapshots, events: queue.SimpleQueue[TicketEvent]
+) -> None:
+    release = threading.Event()
+    for _ in range(3):  # one is written, one waits, one was copied and waits to be handed over
+        snapshots.submit("checkpoint", 1, lambda: None, lambda: {"w": release.wait(DEADLINE_S)}, holds=True)
+    snapshots.submit("metrics", 1, lambda: {"waited": release.wait(DEADLINE_S)})
+    numbers = [snapshots.submit(kind, 2, dict, apart=True) for kind in ("logps", "eval")]
+    assert [events.get(timeout=DEADLINE_S).ticket for _ in numbers] == numbers == [5, 6]
+    assert events.empty()
+    release.set()
+
+
+def test_join_and_close_wait_for_what_is_copied_apart() -> None:
+    told: list[str] = []
+    release, snapshots = threading.Event(), Snapshots(lambda event: told.append(event.kind))
+    snapshots.submit("logps", 1, lambda: {"waited": release.wait(DEADLINE_S)}, apart=True)
+    with pytest.raises(WaitTimeoutError, match="logps 1"):
+        snapshots.join(0.01)
+    snapshots.submit("eval", 1, dict, apart=True)
+    release.set()
+    snapshots.close()
+    assert told == ["logps", "eval"]
+    assert not any(thread.is_alive() for thread in snapshots._threads)
 
 
 def test_host_copies_do_not_pile_up_behind_a_slow_disk(snapshots: Snapshots) -> None:
@@ -104,7 +142,7 @@ def test_what_goes_wrong_is_told_by_the_ticket(
 def test_join_waits_for_every_ticket(snapshots: Snapshots) -> None:
     release = threading.Event()
     snapshots.submit("checkpoint", 1, lambda: None, lambda: {"w": release.wait(DEADLINE_S)})
-    with pytest.raises(WaitTimeoutError, match="checkpoint 1"):
+    with pytest.raises(WaitTimeoutError, match=r"checkpoint 1 .*raise call_timeout_s"):
         snapshots.join(0.01)
     release.set()
     snapshots.join(DEADLINE_S)

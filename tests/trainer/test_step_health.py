@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shmstage.errors import TokenFailedError
+from shmstage.errors import TokenFailedError, WaitTimeoutError
 from shmstage.trainer.step_health import KEPT_STEPS, StepHealth
 
 
@@ -26,6 +26,13 @@ def test_unfinished_steps_are_kept_however_many_there_are() -> None:
     for step in steps:  # one micro-batch per step and as many device buffers: all of them in flight
         begin(health, step)
     assert [finish(health, step) for step in steps] == [""] * len(steps)
+
+
+def test_an_update_that_is_not_reported_in_time_names_the_setting_of_the_limit() -> None:
+    health = StepHealth(0.01)
+    begin(health, 1)
+    with pytest.raises(WaitTimeoutError, match=r"update 1 not reported after 0.01 s; .*raise call_timeout_s"):
+        health.require_landed(1)
 
 
 def test_a_failed_step_is_not_forgotten_while_later_ones_finish() -> None:

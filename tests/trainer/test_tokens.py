@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import pytest
 
+from shmstage.errors import WaitTimeoutError
 from shmstage.trainer.tokens import TokenWatcher
 
 DEADLINE_S = 10.0
@@ -58,6 +59,8 @@ def test_only_what_is_ready_when_given_overtakes_what_still_waits() -> None:
     watcher.watch(busy, lambda ready_ns, error: told.append("busy"))
     watcher.watch(jnp.zeros(()), lambda ready_ns, error: told.append("ready"))
     assert told == ["ready"]
+    with pytest.raises(WaitTimeoutError, match=r"not over after 0.01 s .*raise call_timeout_s"):
+        watcher.drain(0.01)
     busy.over.set()
     watcher.drain(DEADLINE_S)
     assert told == ["ready", "busy"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from trainer.rig import RUN, Rig, rigged
 
-from shmstage.errors import StaleHandleError
+from shmstage.errors import StaleHandleError, TrainerError
 from shmstage.memory.layout import Layout
 from shmstage.memory.reader import Lease, PoolReader
 from shmstage.testing.engines import MemoryStore, ToyEngine
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def sync(rig: Rig, version: int) -> dict[str, Any]:
+    rig.reach(version)
     event = rig.ticket(rig.call("prepare_weight_sync", version=version))
     assert (event.ok, event.kind) == (True, "weights")
     return event.value
@@ -76,6 +77,19 @@ def test_versions_go_on_although_nobody_reads_or_releases_them() -> None:
         reader.close()
 
 
+def test_weights_are_published_under_the_step_they_are_of_and_before_the_next_one_begins() -> None:
+    with rigged() as rig:
+        rig.reach(2)
+        for other in (0, 1, 3):
+            with pytest.raises(TrainerError, match=rf"prepare_weight_sync\({other}\): the last update is 2"):
+                rig.call("prepare_weight_sync", version=other)
+        rig.call("fwd_bwd", handle=rig.publish(3, 0))
+        with pytest.raises(TrainerError, match="step 3 has begun"):
+            rig.call("prepare_weight_sync", version=2)
+        rig.call("update")
+        assert sync(rig, 3)["skipped"] is False
+
+
 def test_the_pool_goes_with_the_worker() -> None:
     with rigged() as rig:
         name = sync(rig, 1)["pool"]
@@ -95,6 +109,7 @@ def test_a_layout_over_the_frame_limit_fails_the_ticket_with_step_and_reason() -
             return {f"layer_{number}": self._inner.weights()["b"] for number in range(200)}
 
     with rigged(Wide, frame_limit_nbytes=4096) as rig:
+        rig.reach(1)
         event = rig.ticket(rig.call("prepare_weight_sync", version=1))
         assert (event.ok, event.value, event.step) == (False, {}, 1)
         assert re.match("weights of step 1 cannot be reported: .* the frame limit is 4096", event.error)

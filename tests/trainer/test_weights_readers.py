@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 def publish(rig: Rig, version: int, *, sync: bool = False) -> TicketEvent:
+    rig.reach(version)
     return rig.ticket(rig.call("prepare_weight_sync", version=version, sync=sync))
 
 
@@ -58,6 +59,7 @@ def test_the_public_name_is_this_class() -> None:
 def test_a_reader_takes_the_newest_version_each_time() -> None:
     with rigged() as rig, readers(first(rig), 1) as (reader,):
         for version in range(2, 7):
+            rig.reach(version)
             want = {name: np.array(leaf) for name, leaf in rig.engine.weights().items()}
             assert publish(rig, version).value["skipped"] is False
             with reader.take() as weights:
@@ -66,16 +68,14 @@ def test_a_reader_takes_the_newest_version_each_time() -> None:
                 for name, values in want.items():
                     np.testing.assert_array_equal(weights.arrays[name], values)
                     assert not weights.arrays[name].flags.writeable
-            rig.train_step(version - 1, 1)
 
 
 def test_what_is_read_is_not_written_while_versions_go_on() -> None:
     with rigged() as rig, readers(first(rig), 1) as (reader,):
         with reader.take() as weights:
             before = {name: np.array(values) for name, values in weights.arrays.items()}
-            for step in range(1, 5):
-                rig.train_step(step, 1)
-                assert publish(rig, step + 1).value["skipped"] is False
+            for version in range(2, 6):
+                assert publish(rig, version).value["skipped"] is False
             assert weights.version == 1
             for name, values in before.items():
                 np.testing.assert_array_equal(weights.arrays[name], values)
@@ -90,7 +90,7 @@ def test_with_no_free_place_an_async_round_is_skipped_and_counted() -> None:
         for total in (1, 2):
             event = publish(rig, 3 + total)
             assert (event.ok, event.value) == (True, {"version": 3 + total, "skipped": True, "skipped_total": total})
-        rig.train_step(1)  # nothing waits for a reader
+        rig.train_step(6)  # nothing waits for a reader
         found[0].close()
         event = publish(rig, 6)
         assert (event.value["skipped"], event.value["skipped_total"]) == (False, 2)
@@ -114,6 +114,7 @@ def test_with_no_free_place_a_sync_round_fails_at_its_deadline_naming_the_reader
 def test_a_sync_round_waits_for_a_reader_that_ends_in_time() -> None:
     with rigged() as rig, readers(first(rig), 3) as found:
         stuck(rig, found)
+        rig.reach(4)
         ticket = rig.call("prepare_weight_sync", version=4, sync=True)
         open_now = found[0]._open  # the last one holds the newest version, which is never written over
         assert open_now is not None
@@ -125,6 +126,7 @@ def test_a_sync_round_waits_for_a_reader_that_ends_in_time() -> None:
 def test_a_new_epoch_ends_the_wait_for_a_reader() -> None:
     with rigged() as rig, readers(first(rig), 3) as found:
         stuck(rig, found)
+        rig.reach(4)
         ticket = rig.call("prepare_weight_sync", version=4, sync=True)
         rig.new_epoch()  # joins the snapshot thread, whose deadline is far
         event = rig.ticket(ticket)
@@ -190,7 +192,6 @@ def test_readers_keep_the_old_weights_until_the_new_incarnation_has_published() 
         assert weights.version == 1
         np.testing.assert_array_equal(weights.arrays["w"], want["w"])
     with rigged(incarnation=2) as new:
-        new.train_step(1)
         event = publish(new, 7)
         with reader.take() as weights, pytest.raises(SlotStateError, match="version 1 is still held"):
             reader.follow(event.value)
@@ -229,12 +230,26 @@ def test_a_released_version_is_not_taken_any_more_but_may_be_read_to_the_end() -
             before = np.array(weights.arrays["w"])
             assert rig.call("release_weight_sync", version=1) == {"released": True}
             for version in (2, 3, 4):
-                rig.train_step(version - 1, 1)
                 assert publish(rig, version).value["skipped"] is False
             np.testing.assert_array_equal(weights.arrays["w"], before)
         assert rig.call("release_weight_sync", version=4) == {"released": True}
         with pytest.raises(WaitTimeoutError, match="no version is published"):
             reader.take()
+
+
+def test_after_a_restore_readers_do_not_go_back_to_an_older_version() -> None:
+    with rigged() as rig, readers(first(rig), 1) as (reader,):
+        assert publish(rig, 2).value["skipped"] is False
+        assert rig.call("restore_checkpoint")["step"] == 0
+        for step in (0, 1):
+            event = publish(rig, step)
+            assert (event.ok, event.value) == (True, {"version": step, "skipped": True, "skipped_total": step + 1})
+            with reader.take() as weights:
+                assert weights.version == 2
+        assert publish(rig, 2, sync=True).value["skipped"] is False
+        assert publish(rig, 3).value["skipped"] is False
+        with reader.take() as weights:
+            assert weights.version == 3
 
 
 def test_a_pool_has_so_many_readers_and_says_so() -> None:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from trainer.rig import Rig, rigged
+from trainer.rig import Rig, rigged, toy_engine
 
 from shmstage.errors import (
     CheckpointError,
@@ -28,9 +30,10 @@ from shmstage.errors import (
 )
 from shmstage.memory.handle import Handle
 from shmstage.memory.reader import Lease
-from shmstage.testing.engines import FailingEngine, MemoryStore, ReplayingEngine, ToyEngine
+from shmstage.testing.engines import FailingEngine, MemoryStore, ReplayingEngine, ToyEngine, toy_loss
 from shmstage.trainer import aliasing, worker
 from shmstage.trainer.completions import Completions
+from shmstage.trainer.optax_engine import OptaxEngine
 
 pytestmark = pytest.mark.slow  # each compiles or at least runs real programs
 
@@ -189,6 +192,94 @@ def test_an_engine_that_declines_snapshots_is_waited_for() -> None:
         rig.call("fwd_bwd", handle=rig.publish(1, 0, final=True))
         rig.call("get_metrics", step=1)
         assert rig.worker._snapshots._holding == []  # nothing is left for the update to wait for
+
+
+def overflowing_engine() -> OptaxEngine:
+    """Every micro-batch is replayed."""
+
+    def overflowing(params: Any, batch: Any) -> Any:
+        return *toy_loss(params, batch), jnp.bool_(True)
+
+    params = {"b": jnp.zeros(()), "w": jnp.ones(32)}
+    return OptaxEngine(overflowing, params, optax.adam(1e-2), store=MemoryStore(), replay_loss_fn=toy_loss)
+
+
+@pytest.mark.parametrize("make_engine", [toy_engine, overflowing_engine])
+def test_a_checkpoint_saved_inside_a_step_is_of_the_update_before_and_disturbs_nothing(
+    make_engine: Callable[[], OptaxEngine],
+) -> None:
+    with rigged(make_engine) as rig:
+        wanted = [rig.train_step(1), rig.train_step(2)]
+        after_2 = rig.digest()
+    with rigged(make_engine) as rig:
+        assert rig.train_step(1) == wanted[0]
+        after_1 = rig.digest()
+        for index in (0, 1):
+            rig.call("fwd_bwd", handle=rig.publish(2, index))
+        assert rig.ticket(rig.call("save_checkpoint", step=1, metadata={"cursor": 7})).ok
+        rig.call("fwd_bwd", handle=rig.publish(2, 2, final=True))
+        assert rig.ticket(rig.call("get_metrics", step=2)).value == wanted[1]
+        assert rig.digest() == after_2
+        restored = rig.call("restore_checkpoint")
+        assert (restored["step"], restored["metadata"]["cursor"]) == (1, 7)
+        assert restored["metadata"]["landed_ns"] == rig.token("update", "update.1").stamps["ready_ns"]
+        assert rig.digest() == after_1
+        assert rig.train_step(2) == wanted[1]  # the optimizer's state came back, too
+        assert rig.digest() == after_2
+
+
+def test_the_update_of_a_step_waits_for_the_copy_of_a_checkpoint_saved_inside_it() -> None:
+    store = MemoryStore()
+    with rigged(lambda: ToyEngine(store=store)) as rig:
+        rig.train_step(1)
+        rig.call("fwd_bwd", handle=rig.publish(2, 0))
+        store.hold.clear()
+        try:
+            for number in range(4):  # one is written, another waits, so the copy of the fourth cannot be over
+                rig.call("save_checkpoint", step=1, metadata={"number": number})
+            with pytest.raises(WaitTimeoutError, match="copy of checkpoint 1"):
+                rig.worker._snapshots.wait_copies(0.01)
+        finally:
+            store.hold.set()
+        rig.call("update")
+
+
+def test_inside_a_step_metrics_weights_and_checkpoints_of_other_steps_stay_refused() -> None:
+    with rigged() as rig:
+        rig.train_step(1)
+        rig.call("fwd_bwd", handle=rig.publish(2, 0))
+        for command, arguments in (
+            ("get_metrics", {"step": 1}),
+            ("prepare_weight_sync", {"version": 1}),
+            ("save_checkpoint", {"step": 0, "metadata": {}}),
+            ("save_checkpoint", {"step": 2, "metadata": {}}),
+        ):
+            with pytest.raises(TrainerError, match="step 2 has begun|the last update is 1"):
+                rig.call(command, **arguments)
+        rig.call("fwd_bwd", handle=rig.publish(2, 1, final=True), defer_update=True)
+        with pytest.raises(UpdateDeferredError):
+            rig.call("save_checkpoint", step=1, metadata={})
+
+
+def test_inside_a_step_an_engine_whose_forward_pass_changes_its_state_saves_nothing() -> None:
+    engine = toy_engine()
+    engine.snapshots = False
+    with rigged(lambda: engine) as rig:
+        rig.call("fwd_bwd", handle=rig.publish(1, 0))
+        with pytest.raises(TrainerError, match="step 1 has begun"):
+            rig.call("save_checkpoint", step=0, metadata={})
+
+
+@pytest.mark.parametrize(
+    ("make_engine", "wanted"),
+    [(toy_engine, ["eval_step", "per_token_logps"]), (overflowing_engine, ["eval_step", "settle"])],
+)
+def test_info_says_which_optional_methods_the_engine_has(
+    make_engine: Callable[[], OptaxEngine], wanted: list[str]
+) -> None:
+    with rigged(make_engine, opened=False) as rig:
+        assert rig.call("info")["optional"] == wanted
+        assert rig.worker.attach(rig.hello())["optional"] == wanted
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
