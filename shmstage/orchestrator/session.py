@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
-from shmstage.errors import PoolError, SettingsError, TransportError
+from shmstage.errors import PluginError, PoolError, SettingsError, TransportError
 from shmstage.events import JsonLines, write_json
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.pool import Pool
@@ -102,6 +102,7 @@ def _attempt(
     try:
         restored, metadata = client.restore_checkpoint(at_most=last_step(path))
         first_step = (restored or 0) + 1
+        check_engine_can(settings, client.info()["optional"])
         plan = plan_facts(settings, source.first)
         if restored:
             _check_same_plan(metadata.get("plan", {}), plan)
@@ -146,6 +147,18 @@ def _attempt(
         "compile_s": compile_s,
         "pool_nbytes": pool.nbytes,
     }
+
+
+def check_engine_can(settings: Settings, optional: Sequence[str]) -> None:
+    """Raises ``PluginError`` for a setting that needs a method the engine does not have: not at its first use."""
+    scoring = [name for name in ("recompute_old_logps", "reference_logps") if getattr(settings, name)]
+    needs = {"per_token_logps": scoring, "eval_step": ["eval_every"] if settings.eval_every else []}
+    for method, wanted_by in needs.items():
+        if wanted_by and method not in optional:
+            raise PluginError(
+                f"{' and '.join(wanted_by)}: engine {settings.engine} has no {method}; give it one (OptaxEngine: "
+                "logps_fn) or leave the setting out"
+            )
 
 
 def plan_facts(settings: Settings, first: Trajectory) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from input_making import Given, group_lists, plan_settings
 from test_intake import trajectory
 from test_resume import facts, orders
 
-from shmstage.errors import SettingsError, TrajectoryError
+from shmstage.errors import PluginError, SettingsError, TrajectoryError
 from shmstage.orchestrator.batch_order import Order
 from shmstage.orchestrator.input import Input
 from shmstage.orchestrator.intake import Intake
 from shmstage.orchestrator.resume import ResumeState
-from shmstage.orchestrator.session import _check_same_plan, plan_facts
+from shmstage.orchestrator.session import _check_same_plan, check_engine_can, plan_facts
 from shmstage.packing.plan import PlanSettings
 from shmstage.packing.trajectory import Group
 from shmstage.settings import Settings
@@ -129,3 +129,26 @@ def test_resuming_with_another_input_is_refused() -> None:
     then = plan_facts(Settings(), trajectory("a", 5, 0))
     with pytest.raises(SettingsError, match="first_trajectory"):
         _check_same_plan(then, plan_facts(Settings(), trajectory("a", 6, 0)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        (Settings(recompute_old_logps=True, reference_logps=True), "per_token_logps"),
+        (Settings(eval_every=2, eval_bundle=Path("b")), "eval_step"),
+    ],
+)
+def test_a_setting_that_needs_what_the_engine_cannot_do_is_refused_before_anything_is_trained(
+    settings: Settings, missing: str
+) -> None:
+    both = ["eval_step", "per_token_logps"]
+    check_engine_can(settings, both)
+    with pytest.raises(PluginError, match=f"has no {missing}; give it one"):
+        check_engine_can(settings, [name for name in both if name != missing])
+    check_engine_can(Settings(), [])
+
+
+def test_another_order_is_another_plan() -> None:
+    first = trajectory("a", 5, 0)
+    with pytest.raises(SettingsError, match="order was 'arrival'"):
+        _check_same_plan(plan_facts(Settings(), first), plan_facts(Settings(order="prompt_batch"), first))
