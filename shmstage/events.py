@@ -73,9 +73,13 @@ def write_json(path: Path, value: dict[str, Any], *, mode: int = 0o666) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)  # of a process that was killed while it wrote, and had the same pid
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=1) + "\n")
-    partial.replace(path)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(json.dumps(value, indent=1) + "\n")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -109,12 +113,17 @@ def failure_path(out: Path, role: str) -> Path:
     return out / f"{role}.failure.json"
 
 
-def read_failure(out: Path, role: str) -> ShmstageError | None:
-    """What ``write_failure`` left, as an error of the same class; ``None`` if the child left nothing."""
+def read_failure(out: Path, role: str, pid: int | None = None) -> ShmstageError | None:
+    """What ``write_failure`` left, as an error of the same class; ``None`` if the child left nothing.
+
+    With ``pid``, what another process left says nothing: a child of an earlier start may end late.
+    """
     path = failure_path(out, role)
     if not path.exists():
         return None
     record = json.loads(path.read_text())
+    if pid is not None and record.get("pid") != pid:
+        return None
     cls = by_name().get(record["kind"])
     if cls is None:
         return RunFailedError(f"{record['kind']}: {record['text']}; traceback in {out / role}.log")
@@ -126,6 +135,10 @@ def write_failure(out: Path, role: str, error: BaseException) -> int:
     known = isinstance(error, ShmstageError)
     code = error.exit_code if isinstance(error, ShmstageError) else 5
     text = " ".join(str(error).split()) or type(error).__name__
-    record = {"role": role, "kind": type(error).__name__, "text": text, "exit_code": code, "known": known}
-    write_json(failure_path(out, role), {**record, "wall_s": time.time()})
+    record = {"role": role, "pid": os.getpid(), "kind": type(error).__name__, "text": text, "exit_code": code}
+    try:
+        write_json(failure_path(out, role), {**record, "known": known, "wall_s": time.time()})
+    except OSError as full:
+        with contextlib.suppress(OSError):  # the log lies on the same disk
+            print(f"{failure_path(out, role)}: {full}", file=sys.stderr, flush=True)
     return code

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from shmstage.errors import BudgetError, SettingsError
-from shmstage.events import JsonLines, failure_path, read_json_lines, write_failure, write_json
+from shmstage.events import JsonLines, failure_path, read_failure, read_json_lines, write_failure, write_json
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
@@ -64,3 +65,38 @@ def test_a_failure_keeps_its_class_text_and_exit_code(tmp_path: Path) -> None:
     record = json.loads(failure_path(tmp_path, "trainer").read_text())
     assert (record["kind"], record["text"], record["known"]) == ("BudgetError", "too much", True)
     assert write_failure(tmp_path, "trainer", ValueError("odd")) == 5
+
+
+def test_what_another_process_left_says_nothing_of_this_child(tmp_path: Path) -> None:
+    write_failure(tmp_path, "trainer", BudgetError("too much"))
+    assert isinstance(read_failure(tmp_path, "trainer", os.getpid()), BudgetError)
+    assert read_failure(tmp_path, "trainer", os.getpid() + 1) is None
+
+
+def test_a_failure_that_cannot_be_written_still_gives_its_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert write_failure(tmp_path / "gone", "trainer", BudgetError("too much")) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_a_json_file_that_cannot_be_written_leaves_no_part_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(tmp_path / "run.json", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_say_whether_they_are_written(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "a.jsonl")
+    assert lines.write({"a": 1})
+    assert lines.sync()
+    assert not lines.write({"a": object()})
+    lines.close()
+    assert not lines.write({"a": 2})
+    assert not lines.sync()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
+#: less than this is free: a log may be empty because nothing could be written
+DISK_FULL_NBYTES = 64 << 10
 #: a process that is killed for memory gets no word of it
 OUT_OF_MEMORY_HINT = ", by hand or by the kernel because memory ran out"
 
@@ -64,6 +67,8 @@ class Child:
     def describe_end(self) -> str:
         """How it ended, in words, with the log to look at."""
         hint = OUT_OF_MEMORY_HINT if self.exit_code() == -signal.SIGKILL else ""
+        if shutil.disk_usage(self.log.parent).free < DISK_FULL_NBYTES:
+            hint += f"; the disk of {self.log.parent} is full: free space, then --resume"
         return f"{self.how_it_ended()}{hint}; see {self.log}"
 
     def how_it_ended(self) -> str:

@@ -31,9 +31,9 @@ ROLES = ("orchestrator", "trainer")
 STALE_ON_FRESH_START = (
     "steps.jsonl", "trainer_calls.jsonl", *(f"{role}.log" for role in ROLES), "weights.json", "hooks.jsonl",
 )  # fmt: skip
-STALE_DIRECTORIES = ("journal", "state")
+STALE_DIRECTORIES = ("state",)
 FILES = (*STALE_ON_FRESH_START, "run.json", "summary.json", BEGUN, *(f"{role}.failure.json" for role in ROLES))
-DIRECTORIES = (*STALE_DIRECTORIES, "checkpoints")
+DIRECTORIES = (*STALE_DIRECTORIES, "journal", "checkpoints")
 
 
 def completed(settings: Settings) -> Settings:
@@ -42,6 +42,8 @@ def completed(settings: Settings) -> Settings:
     changes: dict[str, object] = {"run": run, "out": (settings.out or Path("runs") / run).absolute()}
     if settings.bundle is not None:
         changes["bundle"] = settings.bundle.absolute()
+    if settings.eval_bundle is not None:
+        changes["eval_bundle"] = settings.eval_bundle.absolute()
     if settings.bundle is None and not settings.source:
         changes["source"] = DEMO_SOURCE
     if settings.bundle is not None and settings.source:
@@ -146,7 +148,13 @@ def _prepare(settings: Settings, out: Path) -> None:
             f"out = {out} holds {len(held)} checkpoint{'s' * (len(held) > 1)} of an earlier run; "
             "add --resume to continue it, or choose another --out"
         )
-    if settings.resume and not held:
+    journaled = (out / "journal").is_dir() and any((out / "journal").iterdir())
+    if journaled and not settings.resume:
+        raise SettingsError(
+            f"out = {out} holds a journal of what a source gave that cannot be asked again; add --resume to train it, "
+            "or choose another --out"
+        )
+    if settings.resume and not (held or journaled):
         raise SettingsError(f"--resume: out = {out} holds no checkpoint; start without --resume")
     for role in ROLES:
         failure_path(out, role).unlink(missing_ok=True)

@@ -76,7 +76,7 @@ def run(settings: Settings, progress: Progress, say: Callable[[str], None] = lam
             clear_stale_endpoints([socket_path(endpoint_for(settings.run, "trainer"))])
         progress.poll()
         if keeper.is_done:
-            failure = failure_of(out, {}, None)  # what the trainer complained of on its way out
+            failure = host.complaint()
         if failure is not None:
             raise failure
         return _complete_summary(out, settings, keeper, leaked, time.monotonic() - began)
@@ -91,6 +91,7 @@ class _Host:
         self._out = out
         self._follower = StepFollower(out / "steps.jsonl")
         self._reached = 0
+        self._pids: dict[str, int] = {}
         self.say = say
         try:
             self._write_run_file({}, 1, dict.fromkeys(ROLES, 0))  # the children read their settings from it
@@ -101,12 +102,19 @@ class _Host:
         failure_path(self._out, role).unlink(missing_ok=True)
         arguments = ["--settings-file", str(self._out / "run.json"), "--epoch", str(epoch)]
         try:
-            return Child(role, arguments, self._out / f"{role}.log")
+            child = Child(role, arguments, self._out / f"{role}.log")
         except OSError as error:
             raise RunFailedError(f"the {role} cannot be started: {error}") from None
+        self._pids[role] = child.pid
+        return child
 
     def told(self, role: str) -> ShmstageError | None:
-        return read_failure(self._out, role)
+        return read_failure(self._out, role, self._pids.get(role))
+
+    def complaint(self) -> ShmstageError | None:
+        """What a child said on its way out, when all there was to do is done."""
+        told = [error for role in ROLES if (error := self.told(role)) is not None]
+        return next((error for error in told if not isinstance(error, PeerLostError)), None)
 
     def is_complete(self) -> bool:
         return (self._out / "summary.json").exists()
@@ -181,7 +189,8 @@ def failure_of(
     out: Path, children: Mapping[str, ChildProcess], given_up: ShmstageError | None
 ) -> ShmstageError | None:
     """Why the run failed, told by whoever knows best: a child's own words beat what its exit code says."""
-    told = {role: error for role in ROLES if (error := read_failure(out, role)) is not None}
+    pids = {role: child.pid for role, child in children.items()}
+    told = {role: error for role in ROLES if (error := read_failure(out, role, pids.get(role))) is not None}
     for role in ROLES:
         if role in told and not isinstance(told[role], PeerLostError):
             return _with_log(told[role], out, role)

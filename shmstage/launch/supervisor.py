@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import final
 
-from shmstage.errors import InputError, PeerLostError, PeerRestartedError, ShmstageError
+from shmstage.errors import InputError, PeerLostError, PeerRestartedError, RunFailedError, ShmstageError
 
 #: steps that a run must get further for the restarts before them to be forgotten
 PROGRESS_STEPS = 10
 #: the back-off doubles this often and then stays
 DOUBLINGS = 5
 #: exit codes that are an answer even without a word about it
-SAYS_ENOUGH = (InputError.exit_code, 130)
+SAYS_ENOUGH = (InputError.exit_code, RunFailedError.exit_code, 130)
 
 
 class Ending(StrEnum):
@@ -61,8 +61,7 @@ class Restarts:
         after its checkpoint, would go on for ever.
         """
         if step >= self._reached + PROGRESS_STEPS:
-            self.in_vain = 0
-        self._reached = step
+            self.in_vain, self._reached = 0, step
         if self.in_vain >= self.limit:
             return None
         self.in_vain += 1

@@ -12,11 +12,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from shmstage.errors import WaitTimeoutError
+from shmstage.errors import SettingsError, WaitTimeoutError
 from shmstage.events import JsonLines, read_json_lines
 
 VERDICTS = "hooks.jsonl"
@@ -43,9 +44,9 @@ class Hooks:
         self._on_checkpoint: Callable[..., Any] | None = getattr(hook, "on_checkpoint", None)
         self._on_step_end: Callable[..., Any] | None = getattr(hook, "on_step_end", None)
         self._deliver: Callable[[Verdict], None] = lambda verdict: None
-        self._known = {line["step"]: bool(line["go_on"]) for line in read_json_lines(out / VERDICTS)}
+        self._known = _recorded(out / VERDICTS)
         self._record = JsonLines(out / VERDICTS)
-        self._asked: queue.SimpleQueue[tuple[int, Mapping[str, Any]] | None] = queue.SimpleQueue()
+        self._to_do: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._step_end_failed = False
         self._thread = threading.Thread(target=self._run, name="hooks", daemon=True)
         self._thread.start()
@@ -65,29 +66,37 @@ class Hooks:
 
     def ask(self, step: int, facts: Mapping[str, Any]) -> None:
         """Have checkpoint ``step`` judged; the answer goes to who listens."""
-        self._asked.put((step, facts))
+        self._to_do.put(lambda: self._deliver(self._judge(step, facts)))
 
     def step_ended(self, line: Mapping[str, Any]) -> None:
-        """Runs ``on_step_end`` on the calling thread."""
-        if self._on_step_end is None:
-            return
+        """``on_step_end`` gets a copy, on the hook's thread: nobody waits for it."""
+        if self._on_step_end is not None:
+            copy = deepcopy(dict(line))
+            self._to_do.put(lambda: self._end_step(copy))
+
+    def _end_step(self, line: dict[str, Any]) -> None:
+        assert self._on_step_end is not None
         try:
             self._on_step_end(line)
-        except Exception as error:
+        except BaseException as error:  # SystemExit, too
             if not self._step_end_failed:
                 self._step_end_failed = True
                 print(f"on_step_end raised {type(error).__name__}: {error}; the run goes on", flush=True)
 
-    def close(self, timeout_s: float = 1.0) -> None:
-        """Ends the thread unless the hook hangs; then it dies with the process."""
-        self._asked.put(None)
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Lets the hook finish what it was told; one that hangs dies with the process, and that is said."""
+        self._to_do.put(None)
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            print(f"the hook has not returned within {timeout_s:g} s of the end of the run; not waited for", flush=True)
         self._record.close()
 
     def _run(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            step, facts = asked
-            self._deliver(self._judge(step, facts))
+        while (do := self._to_do.get()) is not None:
+            try:
+                do()
+            except Exception as error:  # who listened is gone with its trainer; what was said is in the record
+                print(f"a verdict found no listener: {error}", flush=True)
 
     def _judge(self, step: int, facts: Mapping[str, Any]) -> Verdict:
         assert self._on_checkpoint is not None
@@ -99,6 +108,16 @@ class Hooks:
         self._record.write({"step": step, "go_on": go_on})
         return Verdict(step, go_on)
 
+
+
+def _recorded(path: Path) -> dict[int, bool]:
+    known: dict[int, bool] = {}
+    for number, line in enumerate(read_json_lines(path), 1):
+        step, go_on = line.get("step"), line.get("go_on")
+        if type(step) is not int or type(go_on) is not bool:
+            raise SettingsError(f"{path} line {number} is no verdict: {line}; remove the line, or the file")
+        known[step] = go_on
+    return known
 
 
 @final

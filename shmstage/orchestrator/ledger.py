@@ -52,6 +52,7 @@ class _Step:
     not_staged_because: str = ""
     metrics: dict[str, Any] | None = None
     held_by_hook: bool = False
+    #: evaluations on their way, plus one as long as more of them are to be sent
     evals_open: int = 0
     evals: list[dict[str, Any]] = field(default_factory=list)
 
@@ -134,6 +135,13 @@ class Ledger:
     def late_field(self, packed: PackedMicrobatch, name: str, digest: str) -> None:
         """A late field was written; its digest is its own, outside the micro-batch's."""
         self._micro(packed).late_digests[name] = digest
+
+    def eval_due(self, step: int) -> None:
+        """``step`` will be evaluated: neither its line nor its facts are complete before ``eval_all_sent``."""
+        self._step(step).evals_open += 1
+
+    def eval_all_sent(self, step: int) -> None:
+        self._step(step).evals_open -= 1
 
     def eval_sent(self, step: int) -> None:
         self._step(step).evals_open += 1

@@ -113,7 +113,7 @@ class Listener:
             self._schedule.landed(event.step)
             if self.feeder is not None:
                 self.feeder.landed(event.step)
-        self._note_if_complete(event.step)
+        self.note_if_complete(event.step)
 
     def _on_ticket(self, event: TicketEvent) -> None:
         # events are read between calls only, so the reply that named the ticket has been seen, unless its call was
@@ -135,7 +135,7 @@ class Listener:
             self._ledger.metrics(key[0], event.value)
         elif kind is Kind.EVAL:
             self._ledger.eval_done(key[0], event.value)
-        self._note_if_complete(key[0])
+        self.note_if_complete(key[0])
         self._judging.ask()
 
     def _ticket_failed(self, kind: Kind, key: Key, error: ShmstageError) -> None:
@@ -159,7 +159,7 @@ class Listener:
                 self._ledger.late_field(packed, name, digest)
         self._schedule.late_field_ready(kind, key)
 
-    def _note_if_complete(self, step: int) -> None:
+    def note_if_complete(self, step: int) -> None:
         if self._ledger.is_complete(step):
             self._schedule.metrics_ready(step)
 

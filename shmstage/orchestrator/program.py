@@ -183,6 +183,8 @@ class Program:
         self._saving.trained(packed)
         self._ledger.forwarded(packed, result, staged=staged)
         self._schedule.returned(command)
+        if command.is_final:
+            self._note_evaluation(command.step)
 
     def _why_not_staged(self, command: Command) -> str:
         state, config = self._schedule.state, self._schedule.config
@@ -251,6 +253,12 @@ class Program:
     def _update(self, command: Command) -> None:
         self._ledger.updated(command.step, self._trainer.update())
         self._schedule.returned(command)
+        self._note_evaluation(command.step)
+
+    def _note_evaluation(self, step: int) -> None:
+        """Before any event is read: what is known of the step is not complete without its evaluation."""
+        if Kind.EVAL in self._schedule.state.duties:
+            self._ledger.eval_due(step)
 
     def _get_metrics(self, command: Command) -> None:
         self._heard.tickets[self._trainer.get_metrics(command.step)] = (command.kind, command.key)
@@ -297,7 +305,9 @@ class Program:
         for handle in self._evaluator.handles(command.step):
             self._heard.tickets[self._trainer.eval_step(handle)] = (command.kind, command.key)
             self._ledger.eval_sent(command.step)
+        self._ledger.eval_all_sent(command.step)
         self._schedule.returned(command)
+        self._heard.note_if_complete(command.step)
 
     def _bookkeep(self, command: Command) -> None:
         line = self._ledger.close_step(command.step, attempt=self._attempt)

@@ -126,7 +126,11 @@ def _attempt(
             program.prepare(restored)
             trainer.stop_in_good_order()
             program.run(parts.feeder)
-        final_digest = client.shutdown(discard=program.ended_by is not None)
+        if program.ended_by is None:
+            final_digest = client.shutdown(discard=False)
+        else:  # no update has followed the one that was judged
+            final_digest = client.info(param_digest=True)["param_digest"]
+            client.shutdown(discard=True)
     except BaseException:
         trainer.abandon()
         raise

@@ -20,9 +20,11 @@ def summarise(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
     times: Counter[tuple[int, str]] = Counter()
     columns: dict[str, list[Any]] = {"denominators": [], "losses": [], "digests": [], "payload_digests": []}
     staged = steps = 0
+    numbers: list[int] = []
     mode = None
     for line in lines:
         steps += 1
+        numbers.append(line["step"])
         mode = line["mode"]
         if line["boundary_idle_s"] is not None:
             idle.append(line["boundary_idle_s"])
@@ -41,7 +43,7 @@ def summarise(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "step_s": median_max(durations),
         **columns,
         "payload_digests": columns["payload_digests"] if any(map(any, columns["payload_digests"])) else None,
-        "warnings": _warnings(columns),
+        "warnings": [*_gaps(numbers), *_warnings(columns)],
         "trajectories": {
             "distinct": len({identity for _, identity in times}),
             "trained": times.total(),
@@ -49,6 +51,14 @@ def summarise(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
             "max_times": max(times.values(), default=0),
         },
     }
+
+
+def _gaps(numbers: Sequence[int]) -> list[str]:
+    missing = sorted(set(range(1, max(numbers, default=0) + 1)) - set(numbers))
+    if not missing:
+        return []
+    first = f"the first is step {missing[0]}"
+    return [f"the lines of {len(missing)} steps are missing in steps.jsonl, {first}: the figures here leave them out"]
 
 
 def _warnings(columns: dict[str, list[Any]]) -> list[str]:

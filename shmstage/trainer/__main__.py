@@ -40,6 +40,8 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
         stack.callback(identity.close)
         sweep(settings.run)
         engine = load_engine(settings.engine, settings.engine_settings, settings.out_dir / "checkpoints")
+        if lifeline.stop_requested():
+            return  # the launcher has gone while this was being imported; another one may have come
         server = Server(ZmqServerChannel.bind(endpoint_for(settings.run, "trainer")), incarnation=_new_incarnation())
         stack.callback(server.close)
         server.start()

@@ -96,7 +96,8 @@ class OrbaxStore:
             jax.tree.map_with_path(_check_leaf, template, tree)
         except Exception as error:  # orbax raises errors of many kinds for a tree that does not match
             raise CheckpointError(
-                f"checkpoint {path} cannot be restored into this model: {type(error).__name__}: {error}"
+                f"checkpoint {path} cannot be restored into this model: {type(error).__name__}: {error}; if it is "
+                "damaged, move it away to resume from the one before"
             ) from error
         return tree, metadata
 

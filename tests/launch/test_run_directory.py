@@ -185,3 +185,20 @@ def test_resume_takes_the_directory_with_it(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="give one"):
         resolve_args(parser.parse_args(["--resume", str(out), "--out", str(tmp_path / "other")]))
     assert not resolve_args(parser.parse_args(["--no-resume"])).settings.resume
+
+
+def test_a_journal_without_a_checkpoint_is_not_thrown_away_and_can_be_resumed(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"settings": {}}')
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "0").write_text("what a live source gave")
+    with pytest.raises(SettingsError, match="holds a journal .* add --resume"), claimed(settings(tmp_path)):
+        pass
+    with claimed(settings(tmp_path, resume=True)):
+        pass
+    assert (tmp_path / "journal" / "0").exists()
+
+
+def test_paths_of_both_bundles_are_kept_absolute() -> None:
+    done = completed(Settings(bundle=Path("a"), eval_bundle=Path("b")))
+    assert done.bundle == Path("a").absolute()
+    assert done.eval_bundle == Path("b").absolute()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from shmstage.launch.single_host import failure_of
 
 class Child:
     def __init__(self, role: str, code: int | None) -> None:
-        self.pid = 7
+        self.pid = os.getpid()
         self._code = code
 
     def exit_code(self) -> int | None:

@@ -63,8 +63,8 @@ def test_the_back_off_stops_growing() -> None:
 def test_progress_counts_restarts_anew_and_keeps_the_total() -> None:
     restarts = Restarts(2, 1.0)
     assert restarts.died(0.0, 5) == Restart(1, 1.0)
-    assert restarts.died(0.0, 5 + PROGRESS_STEPS - 1) == Restart(2, 2.0)
-    assert restarts.died(0.0, 5 + 2 * PROGRESS_STEPS - 1) == Restart(1, 1.0)
+    assert restarts.died(0.0, PROGRESS_STEPS - 1) == Restart(2, 2.0)
+    assert restarts.died(0.0, PROGRESS_STEPS) == Restart(1, 1.0)
     assert (restarts.total, restarts.in_vain) == (3, 1)
 
 
@@ -72,3 +72,12 @@ def test_steps_trained_again_are_no_progress() -> None:
     restarts = Restarts(2, 1.0)
     # step 40 is reached over and over from checkpoint 0, and never step 41
     assert [restarts.died(0.0, 40) for _ in range(3)][-1] is None
+
+
+def test_a_run_that_gets_further_between_deaths_is_never_given_up() -> None:
+    restarts = Restarts(3, 1.0)
+    assert all(restarts.died(0.0, step) is not None for step in range(0, 400, PROGRESS_STEPS - 1))
+
+
+def test_a_child_that_could_not_leave_a_word_but_says_failed_is_not_started_again() -> None:
+    assert ending_of(5, None) is Ending.FAILED

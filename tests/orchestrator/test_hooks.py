@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shmstage.errors import SettingsError, WaitTimeoutError
 from shmstage.orchestrator.hooks import Hooks, Judging, Verdict
 
 
@@ -77,7 +78,7 @@ def test_what_on_step_end_raises_is_logged_once_and_never_ends_a_step(
     with hooks_of(hook, tmp_path) as (hooks, _):
         hooks.step_ended({"step": 1})
         hooks.step_ended({"step": 2})
-    assert [line["step"] for line in hook.lines] == [1, 2]
+    assert [line["step"] for line in hook.lines] == [1, 2]  # close has waited for it
     assert capsys.readouterr().out.count("on_step_end raised OSError: exporter gone") == 1
 
 
@@ -141,3 +142,55 @@ def test_a_verdict_that_an_earlier_session_asked_for_is_recorded_and_decides_not
         assert [judging.heard(verdict) for verdict in verdicts] == [False, True]
         assert before.empty()
         assert hooks.verdict_of(6) is False
+
+
+@pytest.mark.parametrize("line", ['{"step": 0}', '{"step": [1], "go_on": true}', '{"step": 1, "go_on": 1}'])
+def test_a_record_that_holds_no_verdict_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / "hooks.jsonl").write_text('{"step": 1, "go_on": true}\n' + line + "\n")
+    with pytest.raises(SettingsError, match=r"hooks\.jsonl line 2 is no verdict"):
+        Hooks(Recorder(), tmp_path)
+
+
+def test_on_step_end_gets_a_copy_and_may_exit_as_it_likes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Rude:
+        def on_step_end(self, line: dict[str, Any]) -> None:
+            line["metrics"].clear()
+            line.clear()
+            raise SystemExit(4)
+
+    line = {"step": 1, "metrics": {"loss": 0.5}}
+    with hooks_of(Rude(), tmp_path) as (hooks, _):
+        hooks.step_ended(line)
+    assert line == {"step": 1, "metrics": {"loss": 0.5}}
+    assert "on_step_end raised SystemExit: 4; the run goes on" in capsys.readouterr().out
+
+
+def test_a_verdict_whose_listener_is_gone_is_recorded_and_the_next_one_is_heard(tmp_path: Path) -> None:
+    def gone(verdict: Verdict) -> None:
+        raise OSError("closed")
+
+    hooks = Hooks(Recorder(), tmp_path)
+    hooks.listen(gone)
+    hooks.ask(1, {})
+    heard: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+    hooks.ask(2, {})
+    hooks.close()
+    assert [hooks.verdict_of(step) for step in (1, 2)] == [True, True]
+    assert heard.empty()
+
+
+def test_a_hook_that_does_not_answer_in_time_ends_the_wait_with_its_checkpoint(tmp_path: Path) -> None:
+    release, now = threading.Event(), [0.0]
+    hook = Recorder()
+    hook.on_checkpoint = lambda step, facts: release.wait(10)  # type: ignore[method-assign]
+    with hooks_of(hook, tmp_path) as (hooks, _):
+        judging = Judging(hooks, lambda step: {}, timeout_s=60.0, clock=lambda: now[0])
+        judging.durable(3)
+        judging.ask()
+        now[0] = 60.0
+        judging.check()
+        now[0] = 60.5
+        said = r"on_checkpoint\(3\) has not returned within 60 s; raise hook_timeout_s"
+        with pytest.raises(WaitTimeoutError, match=said):
+            judging.check()
+        release.set()

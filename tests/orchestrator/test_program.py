@@ -556,3 +556,27 @@ def test_weights_older_than_those_published_before_a_restart_are_not_published_a
         program, _, _ = make("serial", trainer, out=tmp_path, weight_sync="async")
         program.prepare(restored)
         assert [r["version"] for r in trainer.received if r["command"] == "prepare_weight_sync"] == published
+
+
+@pytest.mark.parametrize("mode", BOUNDARIES)
+def test_a_line_waits_for_all_evaluations_of_its_step_also_those_not_sent_yet(mode: Boundary) -> None:
+    trainer = InstantTrainer()
+    events = trainer.events
+
+    def one_evaluation_at_a_time(timeout_s: float = 0.0) -> list[TokenEvent | TicketEvent]:
+        found = events(timeout_s)
+        evaluations = [e for e in found if isinstance(e, TicketEvent) and e.kind == "eval_step"]
+        trainer.pending = [*evaluations[1:], *trainer.pending]
+        return [event for event in found if event not in evaluations[1:]]
+
+    trainer.events = one_evaluation_at_a_time  # type: ignore[method-assign]
+    hooks = StandInHooks()
+    facts: list[Any] = []
+    more = {"evaluator": TwoEvals(), "hooks": hooks}
+    program, feeder, lines = make(mode, trainer, more=more, eval_every=1, hook=True, checkpoint_every=1, steps=3)
+    hooks.deliver = program.deliver
+    ask = hooks.ask
+    hooks.ask = lambda step, given: (facts.append(given["eval"]), ask(step, given))[1]  # type: ignore[method-assign]
+    run(program, feeder)
+    assert [line["eval"]["denominator"] for line in lines] == [16.0] * 3
+    assert [told["denominator"] for told in facts] == [16.0] * 3
