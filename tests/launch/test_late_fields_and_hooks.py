@@ -47,7 +47,7 @@ def test_all_modes_train_the_same_with_recomputed_and_reference_log_probs(tmp_pa
     ]  # fmt: skip
     lines = [json.loads(line) for line in (tmp_path / "all/staged_before_update/steps.jsonl").read_text().splitlines()]
     digests = [sorted(micro) for line in lines for micro in line["late_digests"]]
-    assert digests == [["old_per_token_logps", "ref_per_token_logps"]] * 6
+    assert digests == [["old_per_token_logps", "ref_per_token_logps", "sampler_is_weights"]] * 6
 
 
 @pytest.mark.slow
@@ -59,6 +59,7 @@ def test_a_hook_sees_evaluated_checkpoints_and_may_end_the_run(tmp_path: Path) -
     )
     summary = run_json("run", "--config", "run.toml", "--out", "out", cwd=tmp_path)
     assert summary["ended_by"] == "hook at checkpoint 4"
+    assert summary["param_digest"] not in ("", summary["initial_param_digest"])
     assert summary["steps"] == 4
     assert summary["leaked_pools"] == 0
     out = tmp_path / "out"
@@ -69,6 +70,6 @@ def test_a_hook_sees_evaluated_checkpoints_and_may_end_the_run(tmp_path: Path) -
     assert log.count("on_step_end raised OSError: exporter gone") == 1
     lines = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert [line["eval"] is not None for line in lines] == [False, True, False, True]
-    assert lines[1]["eval"]["denominator"] == lines[3]["eval"]["denominator"] > 0
+    assert lines[1]["eval"]["denominator"] == lines[3]["eval"]["denominator"] > 0  # the last one is whole, too
     verdicts = [json.loads(line) for line in (out / "hooks.jsonl").read_text().splitlines()]
     assert [(v["step"], v["go_on"]) for v in verdicts] == [(0, True), (2, True), (4, False)]

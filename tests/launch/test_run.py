@@ -119,13 +119,16 @@ def test_a_signal_stops_everything_in_good_order(number: signal.Signals, tmp_pat
 
 
 def test_a_second_run_of_the_same_id_is_refused_and_the_first_is_unharmed(tmp_path: Path) -> None:
-    first = start("run", "--run", "same", "--steps", "4", "--out", "one", "--json", cwd=tmp_path)
+    first = start("run", "--run", "same", "--steps", "100000", "--out", "one", cwd=tmp_path)
     wait_for_step(first, 1)
     code, _, err = finish(start("run", "--run", "same", "--out", "two", cwd=tmp_path))
     assert code == 2
     assert "EndpointBusyError" in err
     assert "choose another run id" in err
-    assert finish(first)[0] == 0
+    reached = len((tmp_path / "one" / "steps.jsonl").read_text().splitlines())
+    wait_for_step(first, reached + 1)
+    first.send_signal(signal.SIGINT)
+    assert finish(first)[0] == 130
 
 
 def test_a_plugin_that_exits_is_a_failed_run_not_a_success(tmp_path: Path) -> None:
