@@ -66,7 +66,7 @@ class Hooks:
 
     def ask(self, step: int, facts: Mapping[str, Any]) -> None:
         """Have checkpoint ``step`` judged; the answer goes to who listens."""
-        self._to_do.put(lambda: self._deliver(self._judge(step, facts)))
+        self._to_do.put(lambda: self._tell(self._judge(step, facts)))
 
     def step_ended(self, line: Mapping[str, Any]) -> None:
         """``on_step_end`` gets a copy, on the hook's thread: nobody waits for it."""
@@ -98,6 +98,9 @@ class Hooks:
             except Exception as error:  # who listened is gone with its trainer; what was said is in the record
                 print(f"a verdict found no listener: {error}", flush=True)
 
+    def _tell(self, verdict: Verdict) -> None:
+        self._deliver(verdict)  # looked up when it is known: the session may be another than when it was asked for
+
     def _judge(self, step: int, facts: Mapping[str, Any]) -> Verdict:
         assert self._on_checkpoint is not None
         try:
@@ -107,7 +110,6 @@ class Hooks:
         self._known[step] = go_on
         self._record.write({"step": step, "go_on": go_on})
         return Verdict(step, go_on)
-
 
 
 def _recorded(path: Path) -> dict[int, bool]:

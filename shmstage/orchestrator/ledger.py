@@ -36,7 +36,6 @@ class _Micro:
     ready_ns: int = 0
     late_digests: dict[str, str] = field(default_factory=dict)
 
-
     @property
     def was_replayed(self) -> bool:
         return self.ready_ns != self.attempt_ready_ns

@@ -69,6 +69,7 @@ class Listener:
         self.failed(error)
 
     def take(self, timeout_s: float) -> None:
+        """Hear what has come, or wait up to ``timeout_s`` for the first. Raises what ends the run at once."""
         if self._inbox:
             timeout_s = 0.0
         for event in self._trainer.events(timeout_s):

@@ -122,16 +122,18 @@ def test_the_restored_checkpoints_hook_runs_again_unless_out_records_its_verdict
 
 
 def test_a_verdict_that_an_earlier_session_asked_for_is_recorded_and_decides_nothing(tmp_path: Path) -> None:
-    hook, go_on = Recorder({6: False}), threading.Event()
+    hook, begun, go_on = Recorder({6: False}), threading.Event(), threading.Event()
     judge = hook.on_checkpoint
 
     def slowly(step: int, facts: Mapping[str, Any]) -> Any:
+        begun.set()
         go_on.wait(10)
         return judge(step, facts)
 
     hook.on_checkpoint = slowly  # type: ignore[method-assign]
     with hooks_of(hook, tmp_path) as (hooks, before):
         hooks.ask(6, {})
+        assert begun.wait(10)
         after: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
         hooks.listen(after.put)  # the trainer died, another session goes on from step 4
         judging = Judging(hooks, lambda step: {})
