@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import final
 
 from shmstage.errors import TransportError, WaitTimeoutError
-from shmstage.transport.channel import ServerChannel
+from shmstage.transport.channel import Guard, ServerChannel
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class Receiver:
         self._on_frame = on_frame
         self._on_failure = on_failure
         self._name = name
+        self._guard = Guard(name)
         self._idle_s = idle_s
         self._stopping = False
         self._failure: BaseException | None = None
@@ -54,7 +55,11 @@ class Receiver:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises ``TransportError`` with the reason if the thread has ended by itself."""
+        """Raises ``TransportError`` if the thread has ended by itself, ``ForkedError`` in a forked child.
+
+        To be asked before any lock that the thread takes: a child forked meanwhile would wait for that lock for ever.
+        """
+        self._guard.check()
         if self._failure is not None:
             raise TransportError(f"{self._name} has stopped: {self._failure}") from self._failure
 

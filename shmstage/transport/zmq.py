@@ -95,6 +95,7 @@ class _Socket:
 
     def send(self, parts: Sequence[bytes]) -> None:
         """Raises ``zmq.ZMQError``, ``zmq.Again`` among them."""
+        self._guard.check()  # before the lock: another thread may have held it at the fork, and holds it for ever
         with self._lock:
             self._guard.check()
             try:
@@ -122,6 +123,7 @@ class _Socket:
         return None
 
     def _try_recv(self) -> list[bytes] | None:
+        self._guard.check()
         with self._lock:
             self._guard.check()
             try:

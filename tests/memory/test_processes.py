@@ -256,6 +256,7 @@ read, write = os.pipe()
 parent_lives, held_by_parent = os.pipe()
 pid = os.fork()
 if pid == 0:
+    signal.alarm(60)
     os.close(held_by_parent)
     refused = 0
     for act in acts:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
+from forking import exit_code_in_forked_child
 
 from shmstage.errors import ForkedError, PeerLostError, TransportError
 from shmstage.testing.memory_channel import QUEUE_LIMIT, MemoryServerChannel
@@ -136,21 +136,12 @@ def test_closed_end_refuses_and_closes_twice(pair: Pair) -> None:
         pair.server.send(peer, b"frame")
 
 
-def in_forked_child(check: Callable[[], bool]) -> bool:
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if check() else 1)
-        except BaseException:
-            os._exit(2)
-    return os.waitpid(child, 0)[1] == 0
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_forked_child_is_refused_and_the_parent_goes_on(pair: Pair) -> None:
     channel, peer = pair.joined()
 
-    def check() -> bool:
+    def refusals() -> int:
+        refused = 0
         for use in (
             lambda: channel.send(b"child"),
             lambda: channel.recv(0.0),
@@ -162,12 +153,11 @@ def test_forked_child_is_refused_and_the_parent_goes_on(pair: Pair) -> None:
             try:
                 use()
             except ForkedError:
-                continue
-            return False
+                refused += 1
         channel.close()
         pair.server.close()
-        return True
+        return refused
 
-    assert in_forked_child(check)
+    assert exit_code_in_forked_child(refusals) == 6
     assert channel.send(b"parent")
     assert pair.server.recv(WAIT_S) == (peer, b"parent")

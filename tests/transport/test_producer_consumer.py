@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from forking import exit_code_in_forked_child
 
 from shmstage.errors import (
     EndpointBusyError,
@@ -234,13 +236,17 @@ def test_closed_ends_refuse(producer: Producer) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_forked_child_is_refused(producer: Producer) -> None:
+def test_forked_child_is_refused_whatever_locks_other_threads_held_at_the_fork(producer: Producer) -> None:
+    """S61. The locks are taken by hand: the receiving thread holds one of them at an instant nobody can choose."""
     consumer = pair(producer)
-    child = os.fork()
-    if child == 0:
+    publishing = producer.acquire(WAIT_S)
+    locks = (producer._lock, producer._channel._socket._lock, consumer._channel._socket._lock)  # type: ignore[attr-defined]
+
+    def refusals() -> int:
         refused = 0
         for use in (
             lambda: producer.acquire(0.0),
+            lambda: publishing.publish(),
             lambda: producer.close(0.0),
             lambda: consumer.receive(0.0),
             lambda: consumer.close(),
@@ -249,8 +255,13 @@ def test_forked_child_is_refused(producer: Producer) -> None:
                 use()
             except ForkedError:
                 refused += 1
-        os._exit(0 if refused == 4 else 1)
-    assert os.waitpid(child, 0)[1] == 0
+        return refused
+
+    with ExitStack() as held:
+        for lock in locks:
+            held.enter_context(lock)
+        assert exit_code_in_forked_child(refusals) == 5
+    publishing.abandon()
     put(producer, 3)
     assert take(consumer) == 3
     consumer.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import select
+import signal
 import socket
 import stat
 import subprocess
@@ -167,6 +168,8 @@ def test_forked_child_does_not_keep_the_path_locked(endpoint: str) -> None:
     done_read, done_write = os.pipe()
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
         os.close(done_write)
         os.write(ready_write, b"1")
         os.read(done_read, 1)  # lives longer than the owner's hold
