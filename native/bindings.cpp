@@ -81,7 +81,7 @@ class Headers {
     }
 
     void write_geometry(std::uint64_t pool_nbytes, std::uint64_t payload_offset, std::uint64_t slot_stride,
-                        std::uint32_t aux_slot_count, std::uint32_t payload_shift) {
+                        std::uint32_t aux_slot_count, std::uint32_t payload_shift, bool huge_pages, bool interleaved) {
         shmstage::PoolHeader& header = pool();
         header.epoch = epoch_;
         header.pool_nbytes = pool_nbytes;
@@ -91,6 +91,7 @@ class Headers {
         header.aux_slot_count = aux_slot_count;
         header.consumer_count = slots_.consumer_count;
         header.payload_shift = payload_shift;
+        header.backing = (huge_pages ? shmstage::kHugePages : 0U) | (interleaved ? shmstage::kInterleaved : 0U);
     }
 
     void mark_ready() { shmstage::store_release(pool().ready, std::uint32_t{1}); }
@@ -111,6 +112,8 @@ class Headers {
         out["payload_shift"] = header.payload_shift;
         out["owner_pid"] = header.owner_pid;
         out["owner_start_ticks"] = header.owner_start_ticks;
+        out["huge_pages"] = (header.backing & shmstage::kHugePages) != 0;
+        out["interleaved"] = (header.backing & shmstage::kInterleaved) != 0;
         out["heartbeat_ns"] = shmstage::load_relaxed(header.heartbeat_ns);
         // bytes: another process wrote them, they need not be text
         out["run_id"] = py::bytes(text_of(header.run_id, sizeof header.run_id));
@@ -202,6 +205,10 @@ class Headers {
                               shmstage::load_relaxed(header.index), ended);
     }
 
+    std::uint64_t slot_since_ns(std::uint32_t slot) const {
+        return shmstage::load_relaxed(checked().slots[checked_slot(slot)].since_ns);
+    }
+
     std::uint32_t late_version(std::uint32_t slot, std::uint32_t field) const {
         return shmstage::load_acquire(late_word(slot, field));
     }
@@ -258,7 +265,8 @@ void bind_memory(py::module_& module) {
         .def("write_owner", &Headers::write_owner, py::arg("run_id"), py::arg("lock_path"), py::arg("pid"),
              py::arg("start_ticks"))
         .def("write_geometry", &Headers::write_geometry, py::kw_only(), py::arg("pool_nbytes"),
-             py::arg("payload_offset"), py::arg("slot_stride"), py::arg("aux_slot_count"), py::arg("payload_shift"))
+             py::arg("payload_offset"), py::arg("slot_stride"), py::arg("aux_slot_count"), py::arg("payload_shift"),
+             py::arg("huge_pages") = false, py::arg("interleaved") = false)
         .def("mark_ready", &Headers::mark_ready)
         .def("describe", &Headers::describe)
         .def("counters", &Headers::counters)
@@ -283,6 +291,7 @@ void bind_memory(py::module_& module) {
         .def("cell", &Headers::cell)
         .def("generation", &Headers::generation)
         .def("slot_state", &Headers::slot_state)
+        .def("slot_since_ns", &Headers::slot_since_ns)
         .def("late_version", &Headers::late_version)
         .def("bump_late_version", &Headers::bump_late_version);
 

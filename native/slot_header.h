@@ -16,7 +16,7 @@
 namespace shmstage {
 
 inline constexpr char kMagic[8] = {'S', 'H', 'M', 'S', 'T', 'A', 'G', 'E'};
-inline constexpr std::uint32_t kAbiVersion = 1;
+inline constexpr std::uint32_t kAbiVersion = 2;
 inline constexpr std::uint32_t kMaxConsumers = 24;
 inline constexpr std::uint32_t kMaxLateFields = 16;
 inline constexpr std::size_t kPageNbytes = 4096;
@@ -35,7 +35,7 @@ inline constexpr std::size_t kPageNbytes = 4096;
 //       60     4  payload_shift                owner, once
 //       64     8  owner_start_ticks            owner, once
 //       72     4  owner_pid                    owner, once
-//       76     4  (pad)
+//       76     4  backing                      owner, once; see Backing
 //       80     8  heartbeat_ns                 owner
 //      128     4  free_sequence                both; futex word, +1 whenever a slot may have become free
 //      132     4  waiter_count                 owner's threads; 0 = ending a lease needs no system call
@@ -61,7 +61,7 @@ struct PoolHeader {
     std::uint32_t payload_shift;
     std::uint64_t owner_start_ticks;
     std::uint32_t owner_pid;
-    std::uint32_t pad0;
+    std::uint32_t backing;
     std::uint64_t heartbeat_ns;
     char pad1[40];
     std::uint32_t free_sequence;
@@ -93,6 +93,7 @@ static_assert(offsetof(PoolHeader, consumer_count) == 56);
 static_assert(offsetof(PoolHeader, payload_shift) == 60);
 static_assert(offsetof(PoolHeader, owner_start_ticks) == 64);
 static_assert(offsetof(PoolHeader, owner_pid) == 72);
+static_assert(offsetof(PoolHeader, backing) == 76);
 static_assert(offsetof(PoolHeader, heartbeat_ns) == 80);
 static_assert(offsetof(PoolHeader, free_sequence) == 128);
 static_assert(offsetof(PoolHeader, waiter_count) == 132);
@@ -106,6 +107,9 @@ static_assert(offsetof(PoolHeader, cell_owners) == 960);
 static_assert(offsetof(PoolHeader, cell_words) == 1152);
 static_assert(sizeof(PoolHeader) == kPageNbytes);
 
+/// How the pool's memory was asked for. Bits.
+enum Backing : std::uint32_t { kHugePages = 1, kInterleaved = 2 };
+
 enum Counter : std::size_t { kPublished, kEndedLeases, kWithdrawn, kAbandoned, kWaits, kWaitedNs };
 
 //   offset  size  SlotHeader                   written by
@@ -114,6 +118,8 @@ enum Counter : std::size_t { kPublished, kEndedLeases, kWithdrawn, kAbandoned, k
 //       16     4  layout_id                    owner, before the generation
 //       20     4  index (of the micro-batch)   owner, before the generation; for messages only
 //       24     8  step                         owner, before the generation; for messages only
+//       32     8  since_ns                     owner; CLOCK_MONOTONIC of the last claim, publication or discard;
+//                                              for people who look, nothing is decided by it
 //       64   192  ended[24]                    consumer c alone (the owner once c is proven dead): the last
 //                                              generation whose lease it has ended; only ever forward
 //      256    64  late_versions[16]            who writes late field i, after its bytes (release)
@@ -123,7 +129,8 @@ struct SlotHeader {
     std::uint32_t layout_id;
     std::uint32_t index;
     std::uint64_t step;
-    char pad0[32];
+    std::uint64_t since_ns;
+    char pad0[24];
     std::uint64_t ended[kMaxConsumers];
     std::uint32_t late_versions[kMaxLateFields];
 };
@@ -133,6 +140,7 @@ static_assert(offsetof(SlotHeader, target_mask) == 8);
 static_assert(offsetof(SlotHeader, layout_id) == 16);
 static_assert(offsetof(SlotHeader, index) == 20);
 static_assert(offsetof(SlotHeader, step) == 24);
+static_assert(offsetof(SlotHeader, since_ns) == 32);
 static_assert(offsetof(SlotHeader, ended) == 64);
 static_assert(offsetof(SlotHeader, late_versions) == 256);
 static_assert(sizeof(SlotHeader) == 320);

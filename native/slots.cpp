@@ -28,6 +28,10 @@ std::int64_t monotonic_ns() {
     return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
 }
 
+void stamp(SlotHeader& header) {
+    store_relaxed(header.since_ns, static_cast<std::uint64_t>(monotonic_ns()));
+}
+
 bool is_free_at(const Slots& pool, std::uint32_t slot, std::uint64_t generation) {
     if ((generation & 1) != 0) return false;
     const SlotHeader& header = pool.slots[slot];
@@ -47,6 +51,7 @@ std::int32_t try_claim(const Slots& pool, std::uint32_t first, std::uint32_t las
         // the slot, and even published it again, in between.
         if (!is_free_at(pool, slot, generation)) continue;
         if (!exchange_if_equal(header.generation, generation, generation + 1)) continue;
+        stamp(header);
         for (std::uint32_t& version : header.late_versions) store_relaxed(version, std::uint32_t{0});
         // A reader that sees any byte of what is written from here on must also see the odd generation.
         fence_ordered();
@@ -101,6 +106,7 @@ std::uint64_t publish(const Slots& pool, std::uint32_t slot, std::uint64_t gener
     store_relaxed(header.layout_id, layout_id);
     store_relaxed(header.step, step);
     store_relaxed(header.index, index);
+    stamp(header);
     // Mask first: who sees the even generation must see whom it is for, else the slot would look free.
     store_release(header.target_mask, target_mask);
     store_release(header.generation, generation + 1);
@@ -121,6 +127,7 @@ bool discard(const Slots& pool, std::uint32_t slot, std::uint64_t generation) {
         store_release(header.target_mask, std::uint64_t{0});
         if (!exchange_if_equal(header.generation, generation, generation + 1)) return false;
     }
+    stamp(header);
     count(pool, published ? kWithdrawn : kAbandoned);
     announce_free(pool);
     return true;

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -22,10 +23,16 @@ _UNLIMITED_NBYTES = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One limit and how many bytes it leaves now."""
+    """One limit, how many bytes it leaves now and how many it allows in all (0: not known).
+
+    A mount limits what lies in shared memory; a cgroup, available RAM and a limit that was given bound that and private
+    memory together.
+    """
 
     name: str
     available_nbytes: int
+    kind: Literal["mount", "cgroup", "ram", "given"] = "given"
+    total_nbytes: int = 0
 
 
 def read_limits(
@@ -34,7 +41,8 @@ def read_limits(
     """Every limit that applies to bytes in ``shm_dir``. Raises ``LimitUnreadableError``, never guesses."""
     limits = [_mount_limit(shm_dir)]
     limits += _cgroup_limits(Path(proc_root, "self", "cgroup"), Path(cgroup_root))
-    limits.append(Limit("available RAM", int(psutil.virtual_memory().available)))
+    memory = psutil.virtual_memory()
+    limits.append(Limit("available RAM", int(memory.available), "ram", int(memory.total)))
     return limits
 
 
@@ -66,7 +74,7 @@ def _mount_limit(shm_dir: str) -> Limit:
     except OSError as error:
         raise LimitUnreadableError(f"cannot read the size of {shm_dir}: {error.strerror}") from None
     name = f"the mount {shm_dir} (docker: --shm-size, kubernetes: a memory emptyDir)"
-    return Limit(name, stat.f_bavail * stat.f_frsize)
+    return Limit(name, stat.f_bavail * stat.f_frsize, "mount", stat.f_blocks * stat.f_frsize)
 
 
 def _cgroup_limits(membership: Path, cgroup_root: Path) -> list[Limit]:
@@ -98,13 +106,15 @@ def _chain(root: Path, path: str, limit_file: str, usage_file: str, cache_key: s
         if not group.is_relative_to(root):
             break
         if (group / limit_file).exists():
-            available = _available(group, limit_file, usage_file, cache_key)
-            if available is not None:
-                limits.append(Limit(f"the cgroup /{group.relative_to(root)}".replace("/.", "/"), available))
+            found = _available(group, limit_file, usage_file, cache_key)
+            if found is not None:
+                name = f"the cgroup /{group.relative_to(root)}".replace("/.", "/")
+                limits.append(Limit(name, found[0], "cgroup", found[1]))
     return limits
 
 
-def _available(group: Path, limit_file: str, usage_file: str, cache_key: str) -> int | None:
+def _available(group: Path, limit_file: str, usage_file: str, cache_key: str) -> tuple[int, int] | None:
+    """Bytes left and bytes allowed."""
     try:
         text = (group / limit_file).read_text().strip()
         if text == "max" or int(text) >= _UNLIMITED_NBYTES:
@@ -116,6 +126,6 @@ def _available(group: Path, limit_file: str, usage_file: str, cache_key: str) ->
             key, _, value = line.partition(" ")
             if key == cache_key:
                 reclaimable = int(value)
-        return max(int(text) - max(used - reclaimable, 0), 0)
+        return max(int(text) - max(used - reclaimable, 0), 0), int(text)
     except (OSError, ValueError) as error:
         raise LimitUnreadableError(f"cannot read the memory limit of cgroup {group}: {error}") from None
