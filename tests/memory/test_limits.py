@@ -86,8 +86,8 @@ def test_a_mount_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 
 def test_the_smallest_limit_binds_whichever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A mount larger than what backs it: the machine's memory binds.
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5000, total=9000, total=1 << 40))
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=100, f_frsize=1000))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5000, total=9000))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=100, f_blocks=100, f_frsize=1000))
     _group(tmp_path / "cgroup", "pod", 2, "max", 1)
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/pod\n")
