@@ -43,6 +43,15 @@ class Layouts:
         """Each once: an evaluation bundle may have the very layout of the input."""
         return list(dict.fromkeys(layout for layout in (self.train, self.evaluate) if layout is not None))
 
+    def uses(self, settings: Settings) -> dict[int, set[str]]:
+        """Layout id → what the trainer compiles programs for: those of a first evaluation or scoring take long, too."""
+        found: dict[int, set[str]] = {self.train.layout_id: {"train"}}
+        if settings.recompute_old_logps or settings.reference_logps:
+            found[self.train.layout_id].add("score")
+        if self.evaluate is not None and settings.eval_every:
+            found.setdefault(self.evaluate.layout_id, set()).add("evaluate")
+        return found
+
 
 def layouts_of(settings: Settings, first: Trajectory, evaluation: BundleSource | None) -> Layouts:
     """Taken from the first trajectory of each: all of an input carry the same fields."""

@@ -110,7 +110,7 @@ def _attempt(
             settings.out_dir, seen=roll_back(path, to_step=restored or 0), first_step=first_step,
             param_digest=lambda: client.info(param_digest=True)["param_digest"],
         )  # fmt: skip
-        compile_s = sum(client.compile(layout.layout_id) for layout in layouts.all)
+        compile_s = sum(client.compile(*each) for each in layouts.uses(settings).items())
         with ExitStack() as stack:
             written = read_step_lines(path)
             steps = JsonLines(path)

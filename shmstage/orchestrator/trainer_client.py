@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -45,9 +45,9 @@ class TrainerClient:
     def info(self, *, param_digest: bool = False) -> dict[str, Any]:
         return self._call("info", param_digest=param_digest)
 
-    def compile(self, layout_id: int) -> float:
-        """Compile the engine's programs for a layout; returns seconds."""
-        return float(self._call("compile", layout_id=layout_id)["compile_s"])
+    def compile(self, layout_id: int, uses: Collection[str]) -> float:
+        """Compile the engine's programs for what a layout is used for (train, evaluate, score); returns seconds."""
+        return float(self._call("compile", layout_id=layout_id, uses=sorted(uses))["compile_s"])
 
     def restore_checkpoint(self, *, at_most: int | None = None) -> tuple[int | None, dict[str, Any]]:
         """Restore the newest checkpoint (of step ``at_most`` or before): (its step or ``None``, its metadata).

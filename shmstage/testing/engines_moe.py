@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, final
 
@@ -111,10 +111,10 @@ class MoeEngine:
         self._index = 0
         return self.inner.restore(at_most)
 
-    def compile(self, example: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    def compile(self, example: Mapping[str, jax.ShapeDtypeStruct], uses: Collection[str] = ("train",)) -> None:
         ids = example["segment_ids"]
         capacity: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=ids.sharding)  # type: ignore[no-untyped-call]
-        self.inner.compile({**example, CAPACITY: capacity})
+        self.inner.compile({**example, CAPACITY: capacity}, uses)
 
     def _capacity(self, like: jax.Array) -> jax.Array:
         settings, places = self._settings, like.size

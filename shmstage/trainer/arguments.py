@@ -10,7 +10,7 @@ from shmstage.memory.handle import Handle
 from shmstage.wire.handles import handle_from_wire
 
 #: plain arguments that ``trainer_calls.jsonl`` keeps besides the micro-batch's identity
-RECORDED = ("step", "version", "defer_update", "role", "discard", "epoch", "sync")
+RECORDED = ("step", "version", "defer_update", "role", "discard", "epoch", "sync", "uses")
 
 
 @final

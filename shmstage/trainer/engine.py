@@ -7,7 +7,7 @@ and returns. Completion is what its *tokens* say.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -16,6 +16,10 @@ from shmstage.memory.layout import Layout
 
 Batch = Mapping[str, jax.Array]
 """Field name → device array ``[rows, tokens, ...]``. An engine drops its references when it has dispatched."""
+
+
+TRAIN, EVALUATE, SCORE = "train", "evaluate", "score"
+"""What micro-batches of a layout are used for: what ``compile`` can be asked for."""
 
 
 class Snapshot(Protocol):
@@ -78,14 +82,32 @@ def restored(engine: TrainEngine, at_most: int | None) -> Mapping[str, object] |
     return engine.restore(at_most=at_most) if bounded else engine.restore()  # type: ignore[call-arg]
 
 
+def compile_for(engine: TrainEngine, example: Mapping[str, jax.ShapeDtypeStruct], uses: Sequence[str]) -> None:
+    """``engine.compile`` for what micro-batches of one layout are used for; does nothing if the engine has none.
+
+    One that takes no ``uses`` compiles what it trains with.
+    """
+    compile_programs = getattr(engine, "compile", None)
+    if compile_programs is None:
+        return
+    if "uses" in inspect.signature(compile_programs).parameters:
+        compile_programs(example, uses=frozenset(uses))
+    elif TRAIN in uses:
+        compile_programs(example)
+
+
 class OptionalMethods(Protocol):
     """What an engine may have; the worker looks for each by name."""
 
     #: False: the forward pass changes state, so every snapshot is waited for before the command returns
     snapshots: bool
 
-    def compile(self, example: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        """Compile the programs for micro-batches of these shapes, dtypes and shardings. May wait."""
+    def compile(self, example: Mapping[str, jax.ShapeDtypeStruct], uses: Collection[str] = (TRAIN,)) -> None:
+        """Compile the programs for micro-batches of these shapes, dtypes and shardings. May wait.
+
+        ``uses`` may be left out of the signature: which of ``"train"``, ``"evaluate"`` and ``"score"`` will be asked
+        for. What is not compiled here is compiled at its first use, which can lie inside a boundary.
+        """
 
     def settle(self, upto: int) -> Mapping[int, jax.Array] | None:
         """Read the overflow flags through the ``upto``-th ``fwd_bwd`` of this step (from 1), dispatch replays.

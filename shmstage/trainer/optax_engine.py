@@ -12,7 +12,7 @@ A loss that may drop tokens (experts with a capacity) is replayed where it did:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from shmstage.errors import CheckpointError, EngineError
 from shmstage.memory.layout import Layout
 from shmstage.trainer.checkpoints import CheckpointStore, OrbaxStore
-from shmstage.trainer.engine import Batch
+from shmstage.trainer.engine import EVALUATE, SCORE, TRAIN, Batch
 from shmstage.trainer.host_copy import host_copy
 from shmstage.trainer.jax_seam import partition_spec, wait_ready
 from shmstage.trainer.optax_programs import LossFn, PyTree, metric_names, programs_of, programs_on_mesh
@@ -166,14 +166,19 @@ class OptaxEngine:
     def metrics(self) -> dict[str, jax.Array]:
         return dict(self._metrics)
 
-    def compile(self, example: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        """Compile forward, replay and update for one layout; the calls that follow find the programs in JAX's cache."""
-        if self._sums is None:
-            self._begin(example)
-        for program in (self._programs.forward, self._programs.replay):
-            if program is not None:
-                program.lower(self._params, self._sums, dict(example)).compile()
-        self._programs.update.lower(self._params, self._opt_state, self._sums).compile()
+    def compile(self, example: Mapping[str, jax.ShapeDtypeStruct], uses: Collection[str] = (TRAIN,)) -> None:
+        """Compile what one layout is used for; the calls that follow find the programs in JAX's cache."""
+        if TRAIN in uses:
+            if self._sums is None:
+                self._begin(example)
+            for program in (self._programs.forward, self._programs.replay):
+                if program is not None:
+                    program.lower(self._params, self._sums, dict(example)).compile()
+            self._programs.update.lower(self._params, self._opt_state, self._sums).compile()
+        if EVALUATE in uses:
+            self._programs.evaluate.lower(self._params, dict(example)).compile()
+        if SCORE in uses and self._logps is not None:  # the reference policy has the same shapes
+            self._logps.lower(self._params, dict(example)).compile()
 
     def eval_step(self, batch: Batch) -> dict[str, jax.Array]:
         """Sums over one micro-batch: ``loss_sum``, ``denominator`` and the loss function's own."""

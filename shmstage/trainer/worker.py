@@ -24,7 +24,7 @@ from shmstage.trainer.attachment import Attachment
 from shmstage.trainer.completions import Completions
 from shmstage.trainer.device_buffers import DeviceBuffers
 from shmstage.trainer.digests import param_digest
-from shmstage.trainer.engine import TrainEngine, restored
+from shmstage.trainer.engine import EVALUATE, SCORE, TRAIN, TrainEngine, compile_for, restored
 from shmstage.trainer.gate import COMMANDS, Gate
 from shmstage.trainer.scoring import Scorer, as_numbers
 from shmstage.trainer.snapshots import Snapshots
@@ -151,12 +151,13 @@ class Worker:
 
     def _compile(self, given: Arguments) -> Result:
         layout_id = given.count("layout_id")
+        uses = given.texts("uses") if given.has("uses") else [TRAIN]
         given.finish()
+        if not set(uses) <= {TRAIN, EVALUATE, SCORE}:
+            raise ProtocolError(f"compile: uses = {uses}; want some of {TRAIN}, {EVALUATE}, {SCORE}")
         example = self._stepper.attachment.example(layout_id)
         begin = time.monotonic()
-        compile_programs = getattr(self._engine, "compile", None)
-        if compile_programs is not None:
-            compile_programs(example)
+        compile_for(self._engine, example, uses)
         return {"compile_s": time.monotonic() - begin}
 
     def _fwd_bwd(self, given: Arguments) -> Result:

@@ -223,7 +223,7 @@ class Orchestrator:
         restored, metadata = self.trainer.restore_checkpoint(at_most=last_step(path))
         if case.compiles:
             for layout in self._layouts.all:
-                self.trainer.compile(layout.layout_id)
+                self.trainer.compile(layout.layout_id, ["train"])
         self.first_step = (restored or 0) + 1
         roll_back(path, to_step=restored or 0)
         with ExitStack() as stack:

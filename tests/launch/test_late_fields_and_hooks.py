@@ -68,6 +68,9 @@ def test_a_hook_sees_evaluated_checkpoints_and_may_end_the_run(tmp_path: Path) -
         "judged 0 False", "judged 2 True", "judged 4 True",
     ]  # fmt: skip
     assert log.count("on_step_end raised OSError: exporter gone") == 1
+    calls = [json.loads(line) for line in (out / "trainer_calls.jsonl").read_text().splitlines()]
+    # before the first step: compiled at its first use, the evaluation would lie inside a boundary
+    assert [call["uses"] for call in calls if call["command"] == "compile"] == [["evaluate", "train"]]
     lines = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert [line["eval"] is not None for line in lines] == [False, True, False, True]
     assert lines[1]["eval"]["denominator"] == lines[3]["eval"]["denominator"] > 0  # the last one is whole, too

@@ -99,23 +99,41 @@ def test_tokens_and_metrics_outlive_the_donation_of_everything_else() -> None:
     assert float(metrics["denominator"]) == 4.0
 
 
+def compiled_by(act: Any) -> list[str]:
+    """Names of the programs that are compiled while ``act`` runs."""
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr("jax._src.interpreters.pxla.logger.log", lambda level, text, *a, **k: lines.append(text % a))
+        act()
+    return [name for name in ("forward", "update", "toy_loss", "width_24_logps") if any(name in line for line in lines)]
+
+
 def test_compiling_first_leaves_nothing_to_compile_and_changes_nothing() -> None:
-    trained = ToyEngine(24)
+    """Programs of their own, 24 wide: what another test compiled must not be found again."""
+
+    def width_24_logps(params: Any, batch: Any) -> jax.Array:
+        return batch["x"] @ params["w"]
+
     layout = Layout.of({**{f.name: (f.dtype, f.shape) for f in LAYOUT.fields}, "x": ("float32", (4, 24))})
-    shardings = trained.shardings(layout)
+    engine = OptaxEngine(toy_loss, {"b": jnp.zeros(()), "w": jnp.ones(24)}, optax.sgd(0.5), logps_fn=width_24_logps)
+    shardings = engine.shardings(layout)
     example = {
         f.name: jax.ShapeDtypeStruct(f.shape, np.dtype(f.dtype), sharding=shardings[f.name]) for f in layout.fields
     }
-    digest = param_digest(trained)
-    trained.compile(example)
-    assert param_digest(trained) == digest
+    digest = param_digest(engine)
+    everything = compiled_by(lambda: engine.compile(example, uses=("train", "evaluate", "score")))
+    assert everything == ["forward", "update", "toy_loss", "width_24_logps"]
+    assert param_digest(engine) == digest
     data = {name: jax.device_put(value, shardings[name]) for name, value in microbatch(layout, 1).items()}
-    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
-        compiled: list[str] = []
-        patch.setattr("jax._src.interpreters.pxla.logger.log", lambda level, text, *a, **k: compiled.append(text % a))
-        trained.fwd_bwd(data)
-        trained.update()
-    assert not [line for line in compiled if "forward" in line or "update" in line]
+
+    def use() -> None:
+        engine.eval_step(data)
+        engine.per_token_logps(data, "actor")
+        engine.per_token_logps(data, "reference")
+        engine.fwd_bwd(data)
+        engine.update()
+
+    assert compiled_by(use) == []
 
 
 def test_a_loss_that_is_not_a_sum_is_refused() -> None:

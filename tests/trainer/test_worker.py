@@ -291,6 +291,8 @@ def test_before_a_restore_training_is_refused() -> None:
             rig.call("fwd_bwd", handle=rig.publish(1, 0))
         assert rig.call("info")["gate"] == "closed"
         assert rig.call("compile", layout_id=rig.layout.layout_id)["compile_s"] >= 0
+        with pytest.raises(ProtocolError, match="uses = \\['sing'\\]; want some of train, evaluate, score"):
+            rig.call("compile", layout_id=rig.layout.layout_id, uses=["sing"])
 
 
 def test_the_first_forward_waits_until_checkpoint_zero_is_durable() -> None:
