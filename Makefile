@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: run venv test test-fast lint mutants bench clean
+.PHONY: run venv test test-fast lint mutants native-sanitize soak bench clean
 
 # `make` alone does the main job: train the demo with staging on.
 run: venv
@@ -26,12 +26,21 @@ test-fast: venv
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow'
 
 lint: venv
-	$(BIN)/ruff check shmstage tests bench examples setup.py
+	$(BIN)/ruff check shmstage tests bench examples native setup.py
 	$(BIN)/mypy
 
 # deliberate faults in a copy of the sources; every one must be noticed by the tests it names
 mutants: venv
 	$(BIN)/python tests/mutants/run.py --jobs $(JOBS)
+
+# the native core under the address, undefined-behaviour and thread sanitizers: clean, and seeded faults reported.
+# Needs a C++17 compiler only.
+native-sanitize:
+	$(PYTHON) native/sanitize/run.py
+
+# a long run of hand-offs between two processes: nothing may grow
+soak: venv
+	$(BIN)/python bench/soak.py --handoffs 200000
 
 bench: venv
 	$(BIN)/python bench/boundary_modes.py

@@ -34,7 +34,7 @@ def flags() -> tuple[list[str], list[str]]:
         if sanitize not in SANITIZERS:
             sys.exit(f"SHMSTAGE_SANITIZE={sanitize}: expected one of {', '.join(SANITIZERS)}")
         # the sanitized build inlines pybind11 differently, which sets off a false alarm inside it
-        compile_flags += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-O1", "-Wno-error=maybe-uninitialized"]
+        compile_flags += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-O1", "-Wno-maybe-uninitialized"]
         link_flags += [f"-fsanitize={sanitize}"]
     return compile_flags, link_flags
 

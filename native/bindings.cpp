@@ -16,6 +16,7 @@
 #include "bytes.h"
 #include "cells.h"
 #include "fill.h"
+#include "guarded_copy.h"
 #include "slot_header.h"
 #include "slots.h"
 
@@ -70,12 +71,13 @@ class Headers {
     void release() { buffer_.reset(); }
 
     void write_owner(const std::string& run_id, const std::string& lock_path, std::uint32_t pid,
-                     std::uint64_t start_ticks) {
+                     std::uint64_t start_ticks, std::uint64_t namespace_word) {
         shmstage::PoolHeader& header = pool();
         put_text(header.run_id, sizeof header.run_id, run_id);
         put_text(header.lock_path, sizeof header.lock_path, lock_path);
         header.owner_pid = pid;
         header.owner_start_ticks = start_ticks;
+        header.owner_namespace = namespace_word;
         header.abi_version = shmstage::kAbiVersion;
         std::memcpy(header.magic, shmstage::kMagic, sizeof header.magic);
     }
@@ -112,6 +114,7 @@ class Headers {
         out["payload_shift"] = header.payload_shift;
         out["owner_pid"] = header.owner_pid;
         out["owner_start_ticks"] = header.owner_start_ticks;
+        out["owner_namespace"] = header.owner_namespace;
         out["huge_pages"] = (header.backing & shmstage::kHugePages) != 0;
         out["interleaved"] = (header.backing & shmstage::kInterleaved) != 0;
         out["heartbeat_ns"] = shmstage::load_relaxed(header.heartbeat_ns);
@@ -263,7 +266,7 @@ void bind_memory(py::module_& module) {
              py::arg("slot_count"), py::arg("consumer_count"), py::arg("epoch"))
         .def("release", &Headers::release)
         .def("write_owner", &Headers::write_owner, py::arg("run_id"), py::arg("lock_path"), py::arg("pid"),
-             py::arg("start_ticks"))
+             py::arg("start_ticks"), py::arg("namespace_word") = 0)
         .def("write_geometry", &Headers::write_geometry, py::kw_only(), py::arg("pool_nbytes"),
              py::arg("payload_offset"), py::arg("slot_stride"), py::arg("aux_slot_count"), py::arg("payload_shift"),
              py::arg("huge_pages") = false, py::arg("interleaved") = false)
@@ -309,6 +312,29 @@ void bind_memory(py::module_& module) {
         },
         py::arg("destination"), py::arg("source"),
         "Copies bytes between two contiguous buffers of equal size, GIL released. ValueError if sizes differ.");
+
+    module.def(
+        "copy_guarded",
+        [](const py::handle& destination, const py::handle& source) {
+            const Buffer to(destination, true);
+            const Buffer from(source, false);
+            if (to.nbytes() != from.nbytes()) {
+                throw py::value_error("copy of " + std::to_string(from.nbytes()) + " bytes into " +
+                                      std::to_string(to.nbytes()));
+            }
+            const py::gil_scoped_release released;
+            return shmstage::copy_guarded(to.data(), from.data(), to.nbytes());
+        },
+        py::arg("destination"), py::arg("source"),
+        "As copy_into; False, where that is the end of the process, if memory of either lies beyond its file's end.");
+
+    module.def(
+        "interleave",
+        [](const py::handle& mapping) {
+            const Buffer buffer(mapping, true);
+            return shmstage::interleave(buffer.data(), buffer.nbytes());
+        },
+        py::arg("mapping"), "Spreads pages not yet touched over all NUMA nodes; their number, or minus an errno.");
 
     module.def(
         "populate",

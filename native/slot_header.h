@@ -37,6 +37,7 @@ inline constexpr std::size_t kPageNbytes = 4096;
 //       72     4  owner_pid                    owner, once
 //       76     4  backing                      owner, once; see Backing
 //       80     8  heartbeat_ns                 owner
+//       88     8  owner_namespace              owner, once; equal words mean the same thing by a pid, 0 = unknown
 //      128     4  free_sequence                both; futex word, +1 whenever a slot may have become free
 //      132     4  waiter_count                 owner's threads; 0 = ending a lease needs no system call
 //      192    64  counters[8]                  see Counter
@@ -63,7 +64,8 @@ struct PoolHeader {
     std::uint32_t owner_pid;
     std::uint32_t backing;
     std::uint64_t heartbeat_ns;
-    char pad1[40];
+    std::uint64_t owner_namespace;
+    char pad1[32];
     std::uint32_t free_sequence;
     std::uint32_t waiter_count;
     char pad2[56];
@@ -95,6 +97,7 @@ static_assert(offsetof(PoolHeader, owner_start_ticks) == 64);
 static_assert(offsetof(PoolHeader, owner_pid) == 72);
 static_assert(offsetof(PoolHeader, backing) == 76);
 static_assert(offsetof(PoolHeader, heartbeat_ns) == 80);
+static_assert(offsetof(PoolHeader, owner_namespace) == 88);
 static_assert(offsetof(PoolHeader, free_sequence) == 128);
 static_assert(offsetof(PoolHeader, waiter_count) == 132);
 static_assert(offsetof(PoolHeader, counters) == 192);

@@ -111,6 +111,8 @@ std::uint64_t publish(const Slots& pool, std::uint32_t slot, std::uint64_t gener
     store_release(header.target_mask, target_mask);
     store_release(header.generation, generation + 1);
     count(pool, kPublished);
+    // Published for nobody it is free at once, and no lease's end will say so.
+    if (target_mask == 0) announce_free(pool);
     return generation + 1;
 }
 
@@ -142,7 +144,8 @@ LeaseState lease_state(const Slots& pool, std::uint32_t slot, std::uint64_t gene
     const std::uint64_t current = load_acquire(header.generation);
     if ((generation & 1) != 0 || generation == 0 || generation > current) return LeaseState::kNotPublished;
     const std::uint64_t mask = load_acquire(header.target_mask);
-    const std::uint32_t published_layout = load_relaxed(header.layout_id);
+    // acquire, so that the generation below is read after it
+    const std::uint32_t published_layout = load_acquire(header.layout_id);
     // The words above belong to `generation` only if it is still the slot's.
     if (load_acquire(header.generation) != generation) return LeaseState::kMovedOn;
     if (published_layout != layout_id) return LeaseState::kOtherLayout;

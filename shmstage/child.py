@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -14,8 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import final
 
-from shmstage.errors import ShmstageError
-from shmstage.events import write_failure
+from shmstage.errors import SettingsError, ShmstageError
+from shmstage.events import parse_record, read_json, write_failure
 from shmstage.settings import Settings
 
 
@@ -72,7 +71,11 @@ def run_child(role: str, serve: Callable[[Settings, Lifeline, int], None]) -> in
     parser.add_argument("--epoch", type=int, default=1, help="incarnation of the orchestrator")
     parser.add_argument("--lifeline", action="store_true", help="stop at the end of standard input")
     args = parser.parse_args()
-    settings = _settings(args)
+    try:
+        settings = _settings(args)
+    except SettingsError as error:  # without settings there is no OUT to leave a record in
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
     lifeline = Lifeline(watch_stdin=args.lifeline, grace_s=settings.stop_grace_s)
     try:
         serve(settings, lifeline, args.epoch)
@@ -86,6 +89,12 @@ def run_child(role: str, serve: Callable[[Settings, Lifeline, int], None]) -> in
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    if args.settings is not None:
-        return Settings.model_validate_json(args.settings)
-    return Settings.model_validate(json.loads(args.settings_file.read_text())["settings"])
+    try:
+        if args.settings is not None:
+            return Settings.model_validate(parse_record(args.settings.encode(errors="surrogateescape")))
+        return Settings.model_validate(read_json(args.settings_file).get("settings"))
+    except OSError as error:
+        raise SettingsError(f"{args.settings_file} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # pydantic's own among them
+        reason = " ".join(str(error).split())[:300]
+        raise SettingsError(f"the settings are not what a launcher writes: {reason}") from None

@@ -11,7 +11,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("shmstage.launch.run_command", "train on this host (demo bundle if no input is named)"),
     "compare": ("shmstage.testing.compare", "run all boundary modes and the reference loop, check that they are equal"),
     "bundle": ("shmstage.packing.bundle_cli", "import, record, show or verify frozen trajectories"),
-    "gc": ("shmstage.launch.gc_command", "remove pools whose owner is provably dead"),
+    "budget": ("shmstage.operate.budget_command", "what a run would need, in bytes, and whether it fits"),
+    "status": ("shmstage.operate.status_command", "show a run's processes, pools, slots and progress, dead or alive"),
+    "gc": ("shmstage.operate.gc_command", "remove pools whose owner is provably dead"),
+    "doctor": ("shmstage.operate.doctor_command", "check this machine for what makes shared memory fail"),
 }
 
 HELP = """usage: shmstage COMMAND [options]
@@ -22,8 +25,8 @@ commands:
 {commands}
 
 `shmstage COMMAND --help` says more. `shmstage --version` prints the version.
-Exit codes: 0 ok · 1 negative verdict · 2 bad input · 3 limit unreadable · 5 training failed · 6 peer lost ·
-130 interrupted."""
+Exit codes: 0 ok · 1 negative verdict · 2 bad input · 3 limit unreadable · 4 under headroom · 5 training failed ·
+6 peer lost · 130 interrupted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class ShmstageError(Exception):
     """Base of all errors that cross the public API.
@@ -163,6 +165,47 @@ class StoppedError(ShmstageError):
     """The run was stopped by a signal."""
 
     exit_code = 130
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """``value`` for an error's text: at most ``limit`` characters on one line, in bounded time, whatever it is.
+
+    ``repr`` alone takes as long and grows as large as the value, and raises for deep nesting and for integers of more
+    than 4300 digits.
+    """
+    text = _shown(value, limit, 3)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def named(name: str, limit: int = 80) -> str:
+    """``name`` as it is, or ``shown`` if it is long or would break the line or the terminal it is printed on."""
+    return name if len(name) <= limit and name.isprintable() else shown(name, limit)
+
+
+def _shown(value: object, limit: int, depth: int) -> str:
+    if isinstance(value, str | bytes):
+        return repr(value[: limit + 1])
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"<integer of {value.bit_length()} bits>"
+    if isinstance(value, dict):
+        parts = (f"{_shown(key, limit, depth - 1)}: {_shown(item, limit, depth - 1)}" for key, item in value.items())
+        return "{" + _joined(parts, limit, depth) + "}"
+    if type(value) is list or type(value) is tuple:
+        inner = _joined((_shown(item, limit, depth - 1) for item in value), limit, depth)
+        return f"[{inner}]" if type(value) is list else f"({inner})"
+    try:
+        return " ".join(repr(value).split())
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
+def _joined(parts: Iterator[str], limit: int, depth: int) -> str:
+    if not depth:
+        return "..."
+    pieces: list[str] = []
+    while sum(map(len, pieces)) <= limit and (piece := next(parts, None)) is not None:
+        pieces.append(piece)
+    return ", ".join(pieces)
 
 
 def by_name() -> dict[str, type[ShmstageError]]:

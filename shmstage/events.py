@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import stat
 import sys
 import time
 from pathlib import Path
-from typing import Any, final
+from typing import Any, BinaryIO, TypeGuard, final
 
-from shmstage.errors import RunFailedError, SettingsError, ShmstageError, by_name
+from shmstage.errors import RunFailedError, SettingsError, ShmstageError, by_name, named, shown
+
+#: the longest JSON record that is read, in a file of its own or as one line; what we write is far below it
+RECORD_LIMIT_NBYTES = 16 << 20
+_FAILURE_CHARACTERS = 2000
 
 
 @final
@@ -82,6 +88,46 @@ def write_json(path: Path, value: dict[str, Any], *, mode: int = 0o666) -> None:
         raise
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file for reading. Raises ``OSError``; what is no file, a pipe for one, is not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def parse_record(text: bytes) -> dict[str, Any]:
+    """The JSON object that ``text`` is. Raises ``ValueError`` for anything else."""
+    if len(text) > RECORD_LIMIT_NBYTES:
+        raise ValueError(f"longer than {RECORD_LIMIT_NBYTES} bytes")
+    try:
+        record = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if type(record) is not dict:
+        raise ValueError(f"no JSON object: {shown(text, 60)}")
+    return record
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """A step, an attempt: an integer from 0 that is exact in every JSON reader and may still be counted up."""
+    return type(value) is int and 0 <= value < 1 << 53
+
+
+def read_json(path: Path, remedy: str = "choose another --out") -> dict[str, Any]:
+    """What ``write_json`` wrote. Raises ``FileNotFoundError``, or ``SettingsError`` for what no record can be."""
+    try:
+        with open_regular(path) as file:
+            nbytes = min(os.fstat(file.fileno()).st_size, RECORD_LIMIT_NBYTES)  # a buffer of the limit would be made
+            return parse_record(file.read(nbytes + 1))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(f"{path} cannot be read: {reason}; {remedy}") from None
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """All whole records of a JSON-lines file; a torn last line (the writer was killed) is left out.
 
@@ -89,23 +135,19 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """
     records: list[dict[str, Any]] = []
     try:
-        raw = path.read_bytes()
+        with open_regular(path) as file:
+            while line := file.readline(RECORD_LIMIT_NBYTES + 1):
+                if not line.endswith(b"\n") and len(line) <= RECORD_LIMIT_NBYTES:
+                    break
+                records.append(parse_record(line))
     except FileNotFoundError:
         return records
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}; remove it or choose another --out") from None
-    for number, line in enumerate(raw.splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict):
-            raise SettingsError(
-                f"{path} line {number} is no JSON record: {line[:40]!r}; restore the file or choose another --out"
-            )
-        records.append(record)
+    except ValueError:
+        raise SettingsError(
+            f"{path} line {len(records) + 1} is no JSON record: {line[:40]!r}; restore the file or choose another --out"
+        ) from None
     return records
 
 
@@ -118,16 +160,22 @@ def read_failure(out: Path, role: str, pid: int | None = None) -> ShmstageError 
 
     With ``pid``, what another process left says nothing: a child of an earlier start may end late.
     """
-    path = failure_path(out, role)
-    if not path.exists():
+    try:
+        record = read_json(failure_path(out, role), f"see {out / role}.log")
+    except FileNotFoundError:
         return None
-    record = json.loads(path.read_text())
+    except SettingsError as error:  # whoever asks wants to know why a child ended, not why a record is damaged
+        return RunFailedError(str(error))
     if pid is not None and record.get("pid") != pid:
         return None
-    cls = by_name().get(record["kind"])
+    kind, text = record.get("kind"), record.get("text")
+    if type(kind) is not str or type(text) is not str:
+        return RunFailedError(f"{failure_path(out, role)} gives no reason: {shown(record)}; see {out / role}.log")
+    text = "".join(letter if letter.isprintable() else " " for letter in text[:_FAILURE_CHARACTERS])
+    cls = by_name().get(kind)
     if cls is None:
-        return RunFailedError(f"{record['kind']}: {record['text']}; traceback in {out / role}.log")
-    return cls(record["text"])
+        return RunFailedError(f"{named(kind)}: {text}; traceback in {out / role}.log")
+    return cls(text)
 
 
 def write_failure(out: Path, role: str, error: BaseException) -> int:

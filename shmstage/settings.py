@@ -7,6 +7,8 @@ thing. A flag beats the environment, the environment beats the file, the file be
 from __future__ import annotations
 
 import difflib
+import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shmstage.errors import SettingsError
+from shmstage.errors import SettingsError, named, shown
 
 Boundary = Literal["serial", "pipelined", "staged_after_update", "staged_before_update"]
 BOUNDARIES: tuple[Boundary, ...] = ("serial", "pipelined", "staged_after_update", "staged_before_update")
@@ -25,6 +27,19 @@ WeightSync = Literal["off", "async", "sync"]
 DEFAULT_STEPS = 12
 #: longest deadline, 30 days in seconds
 MAX_WAIT_S = 30 * 86400.0
+#: largest count of anything: exact in every JSON reader
+MAX_COUNT = 2**53
+#: a run id goes into the pool's header
+MAX_RUN_NBYTES = 127
+MAX_TEXT_CHARACTERS = 4096
+#: tables of the file are handed on as JSON
+MAX_TABLE_DEPTH = 32
+FILE_LIMIT_NBYTES = 1 << 20
+#: tomllib takes the square of the number of a key's parts: minutes for a file of 40 kB
+_LONG_KEY = re.compile(
+    rf"""(?<![\w-])(?>(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_TABLE_DEPTH + 1}}}""", re.ASCII
+)
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 LEVELS = ("default", "file", "environment", "flag")
 
 
@@ -47,19 +62,24 @@ class Settings(BaseModel):
     rows: int = Field(4, ge=1, le=1 << 20, description="rows of a micro-batch")
     tokens: int = Field(256, ge=2, le=1 << 24, description="tokens of a row")
     microbatches_per_step: int = Field(3, ge=1, le=1 << 20, description="micro-batches of one optimizer update")
-    steps: int | None = Field(None, ge=1, description="optimizer updates; input repeats to reach them")
-    passes: int | None = Field(None, ge=1, description="how often the input is run over")
-    max_segments_per_row: int = Field(0, ge=0, description="most trajectories in a row; 0: no limit")
-    segment_align: int = Field(1, ge=1, description="a segment starts at a multiple of this many tokens")
-    max_real_tokens: int = Field(0, ge=0, description="most real tokens in a micro-batch; 0: no limit")
+    steps: int | None = Field(None, ge=1, le=MAX_COUNT, description="optimizer updates; input repeats to reach them")
+    passes: int | None = Field(None, ge=1, le=MAX_COUNT, description="how often the input is run over")
+    max_segments_per_row: int = Field(0, ge=0, le=MAX_COUNT, description="most trajectories in a row; 0: no limit")
+    segment_align: int = Field(1, ge=1, le=MAX_COUNT, description="a segment starts at a multiple of this many tokens")
+    max_real_tokens: int = Field(0, ge=0, le=MAX_COUNT, description="most real tokens in a micro-batch; 0: no limit")
     on_overlong: Literal["error", "drop"] = Field("error", description="trajectory longer than a row")
     order: Literal["arrival", "prompt_batch"] = Field("arrival", description="order in which groups are trained")
-    max_held_bytes: int = Field(0, ge=0, description="most bytes of trajectories held; 0: no limit")
+    max_held_bytes: int = Field(0, ge=0, le=MAX_COUNT, description="most bytes of trajectories held; 0: no limit")
 
     slots: int = Field(3, ge=2, le=4096, description="places for micro-batches in the pool")
     aux_slots: int = Field(1, ge=0, le=4096, description="places for evaluation and scoring, never for training")
+    numa: Literal["default", "interleave"] = Field(
+        "default", description="NUMA nodes of the pool; default: where first touched, interleave: spread over all"
+    )
     device_buffers: int = Field(2, ge=2, le=64, description="micro-batches held on the device side")
-    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: only the one before step 1")
+    checkpoint_every: int = Field(
+        0, ge=0, le=MAX_COUNT, description="steps between checkpoints; 0: only the one before step 1"
+    )
     weight_sync: WeightSync = Field(
         "off", description="publish weights after every update; sync: the next step waits for it"
     )
@@ -69,7 +89,7 @@ class Settings(BaseModel):
     )
     reference_logps: bool = Field(False, description="score each micro-batch under the reference policy")
     eval_bundle: Path | None = Field(None, description="directory of a bundle to evaluate on, never trained")
-    eval_every: int = Field(0, ge=0, description="steps between evaluations on eval_bundle; 0: none")
+    eval_every: int = Field(0, ge=0, le=MAX_COUNT, description="steps between evaluations on eval_bundle; 0: none")
     latch: bool = Field(True, description="switch staging off while it does not pay, and probe again")
     latch_min_upload_s: float = Field(
         0.05, ge=0, description="boundaries with a shorter upload are not judged by the latch"
@@ -87,9 +107,30 @@ class Settings(BaseModel):
     call_timeout_s: float = Field(600.0, gt=0, le=MAX_WAIT_S, description="deadline for one trainer command")
     slot_timeout_s: float = Field(600.0, gt=0, le=MAX_WAIT_S, description="deadline for a free slot")
     hook_timeout_s: float = Field(3600.0, gt=0, le=MAX_WAIT_S, description="deadline for on_checkpoint")
-    max_restarts: int = Field(3, ge=0, description="how often each child may be started again after it died")
+    max_restarts: int = Field(
+        3, ge=0, le=MAX_COUNT, description="how often each child may be started again after it died"
+    )
     restart_backoff_s: float = Field(1.0, ge=0, le=MAX_WAIT_S, description="wait before the first restart; doubles")
     stop_grace_s: float = Field(20.0, gt=0, le=MAX_WAIT_S, description="how long children may take to stop")
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> Settings:
+        if self.run.strip(".") != self.run and not self.run.strip("."):
+            raise SettingsError(f"run = {self.run!r} names a directory that is there; give the run another id")
+        if len(self.run.encode()) > MAX_RUN_NBYTES:
+            raise SettingsError(
+                f"run = {self.run!r} takes {len(self.run.encode())} bytes as UTF-8; the limit is {MAX_RUN_NBYTES}; "
+                "give a shorter id"
+            )
+        for key, value in self:
+            if isinstance(value, str | Path) and not _is_line(str(value)):
+                raise SettingsError(
+                    f"{key} = {shown(str(value))} cannot be used; give UTF-8 text of at most {MAX_TEXT_CHARACTERS} "
+                    "characters, without control characters"
+                )
+            if key in TABLES:
+                _check_table(TABLES[key], value, MAX_TABLE_DEPTH)
+        return self
 
     @model_validator(mode="after")
     def _check_together(self) -> Settings:
@@ -121,6 +162,39 @@ SWITCHES: dict[str, tuple[str, str]] = {
     "stage_next_microbatch": ("STAGE_NEXT_MICROBATCH", "also upload it while the last micro-batch computes"),
     "stage_before_update": ("STAGE_BEFORE_UPDATE", "stage before the (deferred) update; on by default"),
 }
+
+
+def _is_text(value: str) -> bool:
+    # what cannot be encoded came in bytes from the environment or the command line, and could not be handed on as JSON
+    return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def _is_line(value: str) -> bool:
+    # it goes into file names, logs and error texts; control characters are below 32 and from 127 to 159
+    return _is_text(value) and len(value) <= MAX_TEXT_CHARACTERS and not _CONTROL.search(value)
+
+
+def _check_table(where: str, value: object, depth: int) -> None:
+    """Plug-ins get their settings in another process: they must arrive there as they are here."""
+    kind = type(value)
+    if value is None or kind is bool or (kind is str and _is_text(str(value))):
+        return
+    if isinstance(value, int):
+        if -(1 << 63) <= value < 1 << 63:
+            return
+        raise SettingsError(f"[{where}] = {shown(value)}: integers have 64 bits; write it as a string")
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return
+        raise SettingsError(f"[{where}] = {value}: it cannot be handed on as JSON; write it as a string")
+    if kind is not dict and kind is not list:
+        raise SettingsError(f"[{where}] = {shown(value)} ({kind.__name__}) cannot be handed on; write it as a string")
+    if not depth:
+        raise SettingsError(f"[{where[:200]}]: tables nest deeper than {MAX_TABLE_DEPTH} levels; flatten them")
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):  # type: ignore[arg-type]
+        _check_table(f"{where}.{named(str(key))}", item, depth - 1)
+
+
 #: not settings of their own: tables of the TOML file
 TABLES = {"engine_settings": "engine", "source_settings": "source", "hooks_settings": "hooks"}
 
@@ -186,7 +260,16 @@ def _variables() -> dict[str, list[str]]:
 
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
-        raw = tomllib.loads(file.read_text())
+        with file.open("rb") as opened:  # may be a pipe: --config <(...)
+            text = opened.read(FILE_LIMIT_NBYTES + 1)
+        if len(text) > FILE_LIMIT_NBYTES:
+            raise SettingsError(f"settings file {file} is longer than {FILE_LIMIT_NBYTES} bytes; is it the right one?")
+        whole = text.decode()
+        if found := _LONG_KEY.search(whole):
+            raise SettingsError(
+                f"settings file {file}: the key {shown(found[0], 40)} has more than {MAX_TABLE_DEPTH} parts; flatten it"
+            )
+        raw = tomllib.loads(whole)
     except OSError as error:
         raise SettingsError(f"settings file {file}: {error.strerror}; check the path") from None
     except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, numbers or nesting beyond any use
@@ -209,7 +292,7 @@ def _check_known(given: Mapping[str, _Given]) -> None:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else "; `shmstage run --help` lists all settings"
-            raise SettingsError(f"unknown setting {key} = {item.value!r} ({item.origin}){hint}")
+            raise SettingsError(f"unknown setting {named(key)} = {shown(item.value)} ({item.origin}){hint}")
 
 
 #: what each mode says of the three switches, in the order of ``SWITCHES``
@@ -229,7 +312,7 @@ def _fold_switches(given: dict[str, _Given]) -> None:
     """
     switches = {key: given.pop(key) for key in SWITCHES if key in given}
     named = given.get("boundary", _Given("serial", 0, "default"))
-    if not switches or named.value not in _MEANING:
+    if not switches or named.value not in BOUNDARIES:  # it may be no str: _MEANING could not be asked
         return
     value = dict(zip(SWITCHES, _MEANING[named.value], strict=True))
     for key, item in switches.items():
@@ -257,17 +340,17 @@ def _fold_switches(given: dict[str, _Given]) -> None:
 def _as_bool(key: str, item: _Given) -> bool:
     if isinstance(item.value, bool):
         return item.value
-    word = str(item.value).strip().lower()
-    if word in ("1", "true", "yes", "on"):
+    word = item.value.strip().lower() if isinstance(item.value, str) else item.value
+    if word in ("1", 1, "true", "yes", "on"):
         return True
-    if word in ("0", "false", "no", "off", ""):
+    if word in ("0", 0, "false", "no", "off", ""):
         return False
-    raise SettingsError(f"{key} = {item.value!r} ({item.origin}) is no switch; use true or false")
+    raise SettingsError(f"{key} = {shown(item.value)} ({item.origin}) is no switch; use true or false")
 
 
 def _explain(error: ValidationError, given: Mapping[str, _Given]) -> str:
-    first = error.errors()[0]
+    first = error.errors(include_url=False, include_context=False)[0]
     key = str(first["loc"][0]) if first["loc"] else "settings"
     origin = f" ({given[key].origin})" if key in given else ""
     wanted = first["msg"].replace("Input should be", "must be")
-    return f"{key} = {first['input']!r}{origin}: {wanted[:1].lower()}{wanted[1:]}"
+    return f"{key} = {shown(first['input'], 120)}{origin}: {wanted[:1].lower()}{wanted[1:]}"

@@ -44,6 +44,7 @@ def test_a_line_that_is_no_record_is_bad_input_that_names_it(tmp_path: Path) -> 
 def test_a_record_that_cannot_be_written_is_said_once_and_raises_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """B1"""
     lines = JsonLines(tmp_path / "x.jsonl")
     lines.write({"a": object()})
     lines.close()

@@ -22,6 +22,7 @@ LAYERS = [
     "timeline",
     "orchestrator",
     "launch",
+    "operate",
     "demo",
     "testing",
     "cli",

@@ -51,7 +51,7 @@ def read_policy(directory: Path) -> Params:
         want = provenance["policy"]["sha256"]
     except OSError as error:
         raise BundleError(f"{error.filename}: {error.strerror}; {_REMEDY}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise BundleError(f"{directory} does not say which policy sampled it; {_REMEDY}") from None
     got = hashlib.sha256(data).hexdigest()
     if got != want:

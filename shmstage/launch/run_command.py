@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from shmstage.errors import SettingsError, ShmstageError
+from shmstage.errors import SettingsError
+from shmstage.launch.command import CommandParser, json_on_failure
 from shmstage.launch.run_directory import completed, find_run, run_file
 from shmstage.settings import BOUNDARIES, SWITCHES, TABLES, Resolved, Settings, resolve
 
@@ -69,35 +69,13 @@ def resolve_args(args: argparse.Namespace) -> Resolved:
     return resolve(flags, os.environ, args.config, before=before, before_origin=f"{resolved.settings.out}/run.json")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with its arguments as every other bad input is said: in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{message}; `{self.prog} --help` lists all options")
-
-
 def main(argv: Sequence[str]) -> int:
     with json_on_failure("--json" in argv):
         return _main(argv)
 
 
-@contextlib.contextmanager
-def json_on_failure(as_json: bool) -> Iterator[None]:
-    """Whoever reads one object from stdout gets one, however it ended."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt) as error:
-        if as_json:
-            code = error.exit_code if isinstance(error, ShmstageError) else 1
-            text = " ".join(str(error).split()) or type(error).__name__
-            if isinstance(error, KeyboardInterrupt):
-                code, text = 130, "interrupted"
-            print(json.dumps({"error": {"kind": type(error).__name__, "text": text, "exit_code": code}}), flush=True)
-        raise
-
-
 def _main(argv: Sequence[str]) -> int:
-    parser = _Parser(
+    parser = CommandParser(
         prog="shmstage run",
         description="Train on this host: orchestrator and trainer joined by shared memory. Without --bundle or "
         "--source it trains the demo bundle.",

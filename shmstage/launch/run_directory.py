@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import secrets
 import shutil
@@ -14,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shmstage.errors import InputError, SettingsError
-from shmstage.events import failure_path
+from shmstage.errors import InputError, SettingsError, named, shown
+from shmstage.events import failure_path, read_json
 from shmstage.memory.identity import PeerWatch
 from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, list_objects
 from shmstage.memory.sweep import sweep
@@ -48,7 +47,8 @@ def completed(settings: Settings) -> Settings:
         changes["source"] = DEMO_SOURCE
     if settings.bundle is not None and settings.source:
         raise SettingsError(
-            f"bundle = {settings.bundle} and source = {settings.source} are both given; keep the one to train"
+            f"bundle = {named(str(settings.bundle), 1000)} and source = {named(settings.source, 1000)} are both given; "
+            "keep the one to train"
         )
     if not settings.engine:
         changes["engine"] = DEMO_ENGINE
@@ -60,7 +60,7 @@ def find_run(name: str, runs: Path = Path("runs")) -> Path:
 
     Raises ``SettingsError`` if there is none or more than one.
     """
-    if (Path(name) / "run.json").exists():
+    if os.path.exists(os.path.join(name, "run.json")):  # unlike Path's it raises for no name, however long
         return Path(name)
     ids = {file.parent: str(_run_id(file.parent)) for file in sorted(runs.glob("*/run.json"))}
     exact = [out for out, run in ids.items() if run == name]
@@ -68,9 +68,9 @@ def find_run(name: str, runs: Path = Path("runs")) -> Path:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise SettingsError(f"no run {name!r}: neither a directory with a run.json nor the id of a run in {runs}/")
+        raise SettingsError(f"no run {shown(name)}: neither a directory with a run.json nor the id of a run in {runs}/")
     names = ", ".join(ids[out] for out in found)
-    raise SettingsError(f"run {name!r} could be {names}; give more of the id, or the OUT directory")
+    raise SettingsError(f"run {shown(name)} could be {names[:400]}; give more of the id, or the OUT directory")
 
 
 def _run_id(out: Path) -> object:
@@ -83,12 +83,12 @@ def run_file(out: Path) -> dict[str, Any]:
     """The settings that ``out``'s run was started with; empty if no run was. Raises ``SettingsError`` if unreadable."""
     path = out / "run.json"
     try:
-        record = json.loads(path.read_text())
-        return dict(record["settings"])
+        settings = read_json(path).get("settings")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingsError(f"{path} cannot be read: {error}; choose another --out") from None
+    if type(settings) is not dict:
+        raise SettingsError(f"{path}: settings is {shown(settings)}, want an object; choose another --out")
+    return settings
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ def claimed(settings: Settings) -> Iterator[Path]:
     A run that ends for bad input before anything was trained leaves no OUT behind where there was none.
     """
     out = settings.out_dir
-    is_new, parent_is_new = not out.exists(), not out.parent.exists()
+    is_new, parent_is_new = not os.path.exists(out), not os.path.exists(out.parent)  # Path's own raises for long names
     try:
         with _locked(settings, out):
             yield out
@@ -135,8 +135,9 @@ def _prepare(settings: Settings, out: Path) -> None:
     if strangers and not (out / "run.json").exists():
         raise SettingsError(f"out = {out} is not empty and holds no run ({strangers[0]}, ...); choose another --out")
     for name in FILES:
-        if (out / name).is_dir():
-            raise SettingsError(f"{out / name} is a directory where a file belongs; remove it or choose another --out")
+        if (out / name).exists() and not (out / name).is_file():
+            what = "a directory" if (out / name).is_dir() else "no regular file"
+            raise SettingsError(f"{out / name} is {what} where a file belongs; remove it or choose another --out")
     for name in DIRECTORIES:
         if (out / name).exists() and not (out / name).is_dir():
             raise SettingsError(f"{out / name} is a file where a directory belongs; remove it or choose another --out")
@@ -171,7 +172,7 @@ def _prepare(settings: Settings, out: Path) -> None:
 
 def _checkpoints(out: Path) -> list[str]:
     directory = out / "checkpoints"
-    return [entry.name for entry in directory.iterdir() if entry.name.isdigit()] if directory.is_dir() else []
+    return [entry.name for entry in directory.iterdir() if entry.name.isdigit()] if os.path.isdir(directory) else []
 
 
 def _wait_for_predecessors(run: str, timeout_s: float) -> None:

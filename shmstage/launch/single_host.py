@@ -22,7 +22,8 @@ from shmstage.errors import (
     StoppedError,
     TrainerError,
 )
-from shmstage.events import failure_path, read_failure, write_json
+from shmstage.events import failure_path, read_failure, read_json, write_json
+from shmstage.launch.budget_gate import check_before_start
 from shmstage.launch.keeper import ROLES, ChildProcess, Keeper
 from shmstage.launch.processes import Child
 from shmstage.launch.run_directory import claimed
@@ -51,6 +52,7 @@ def run(settings: Settings, progress: Progress, say: Callable[[str], None] = lam
     ``StoppedError``. No child and no pool outlives the call.
     """
     with _only_one(settings.run), claimed(settings) as out, _stop_signals() as stop:
+        check_before_start(settings)  # what an earlier start of the run left is gone by now
         began = time.monotonic()
         host = _Host(settings, out, say)
         keeper = Keeper(
@@ -215,9 +217,12 @@ def _complete_summary(
     out: Path, settings: Settings, keeper: Keeper, leaked: list[str], wall_s: float
 ) -> dict[str, Any]:
     path = out / "summary.json"
-    if not path.exists():
-        raise RunFailedError(f"the orchestrator ended without a summary; see {out}/orchestrator.log")
-    summary: dict[str, Any] = json.loads(path.read_text())
+    try:
+        summary = read_json(path)
+    except FileNotFoundError:
+        raise RunFailedError(f"the orchestrator ended without a summary; see {out}/orchestrator.log") from None
+    except SettingsError as error:
+        raise RunFailedError(f"{error}; see {out}/orchestrator.log") from None
     summary.update(leaked_pools=len(leaked), leaked=leaked, wall_s=round(wall_s, 3), out=str(out))
     summary["restarts"] = keeper.restarts
     write_json(path, summary)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any, final
+
+from shmstage.errors import shown
+from shmstage.events import is_count, open_regular, parse_record
 
 
 @final
@@ -22,7 +24,7 @@ class StepFollower:
         """Lines that were not given before, in order. Raises ``ValueError`` for what is no step line."""
         if not self._path.exists():
             return []
-        with self._path.open("rb") as file:
+        with open_regular(self._path) as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._offset:
                 self._inode, self._offset = status.st_ino, 0
@@ -31,8 +33,8 @@ class StepFollower:
         whole, newline, _ = read.rpartition(b"\n")
         self._offset += len(whole) + len(newline)
         found = []
-        for text in whole.splitlines():
-            line = json.loads(text)
+        for text in whole.split(b"\n") if whole else ():
+            line = parse_record(text)
             number = _number(line)
             if number > self._last:
                 self._last = number
@@ -40,9 +42,9 @@ class StepFollower:
         return found
 
 
-def _number(line: Any) -> tuple[int, int]:
+def _number(line: dict[str, Any]) -> tuple[int, int]:
     """What orders step lines: a later attempt's come after all of an earlier one's."""
-    try:
-        return int(line["attempt"]), int(line["step"])
-    except (KeyError, TypeError):
-        raise ValueError(f"{line!r:.60} is no step line") from None
+    attempt, step = line.get("attempt"), line.get("step")
+    if not is_count(attempt) or not is_count(step):
+        raise ValueError(f"{shown(line, 60)} is no step line")
+    return attempt, step

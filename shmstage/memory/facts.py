@@ -33,7 +33,7 @@ def checked_facts(name: str, descriptor: int, run_id: str, epoch: int) -> dict[s
         raise PoolError(f"{name} has layout version {facts['abi_version']}; this is {_native.ABI_VERSION}")
     if not facts["ready"]:
         raise PoolError(f"{name} is half made: its owner has not finished, or died while making it")
-    if facts["run_id"] != run_id.encode():
+    if facts["run_id"] != run_id.encode(errors="surrogatepass"):
         raise PoolError(f"{name} belongs to run {facts['run_id'].decode(errors='replace')!r}, not {run_id!r}")
     if facts["epoch"] != epoch:
         raise PoolError(f"{name} is of epoch {facts['epoch']}, not {epoch}")
@@ -46,12 +46,17 @@ def checked_facts(name: str, descriptor: int, run_id: str, epoch: int) -> dict[s
     if (
         not 0 < consumers <= _native.MAX_CONSUMERS
         or not 0 < slots <= status.st_size // _native.SLOT_HEADER_NBYTES
+        or not 0 <= facts["aux_slot_count"] < slots
         or shift not in (0, 4)
+        or stride % PAGE_NBYTES
         or expected.slot_nbytes < PAGE_NBYTES
         or expected.payload_offset != facts["payload_offset"]
-        or expected.pool_nbytes != status.st_size
+        or not expected.pool_nbytes == facts["pool_nbytes"] == status.st_size
         or lock_dir != SHM_DIR
         or not is_ours(lock_name)
     ):
         raise PoolError(f"the header of {name} contradicts its size of {status.st_size} bytes")
+    # mapping it would make the missing pages: a few bytes could claim all of memory
+    if status.st_blocks * 512 < status.st_size:
+        raise PoolError(f"{name} has {status.st_size} bytes and occupies {status.st_blocks * 512}: it was not reserved")
     return facts

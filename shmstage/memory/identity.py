@@ -7,13 +7,16 @@ the file can try the lock, across pid namespaces too. Nobody living is ever judg
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import secrets
 import select
 import weakref
+from functools import cache
 from typing import final
 
 from shmstage.errors import ForkedError, PoolError
+from shmstage.memory.failures import cannot
 from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, is_ours, new_name
 
 _ALIVE: weakref.WeakSet[ProcessIdentity] = weakref.WeakSet()
@@ -49,7 +52,7 @@ class ProcessIdentity:
             except FileExistsError:
                 continue
             except OSError as error:
-                raise PoolError(f"cannot make the lifetime lock {path}: {error.strerror}") from None
+                raise cannot(f"cannot make the lifetime lock {path}", error) from None
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)  # at most a prober's instant
                 if os.fstat(descriptor).st_nlink == 0:  # swept between its creation and its lock
@@ -59,7 +62,7 @@ class ProcessIdentity:
             except OSError as error:
                 os.close(descriptor)
                 os.unlink(path)
-                raise PoolError(f"cannot lock {path}: {error.strerror}") from None
+                raise cannot(f"cannot lock {path}", error) from None
             return cls(path, token, role, descriptor)
 
     def check_not_forked(self) -> None:
@@ -119,21 +122,21 @@ class PeerWatch:
         except FileNotFoundError:
             self._gone = True
         except OSError as error:
-            raise PoolError(f"cannot watch the lifetime lock {lock_path}: {error.strerror}") from None
+            raise cannot(f"cannot watch the lifetime lock {lock_path}", error) from None
         else:
             self._open_pidfd()
         self._finalizer = weakref.finalize(self, _close_all, self._descriptor, self._pidfd)
 
     def dead(self) -> bool:
-        """True once the lock can be had, its file is gone (an orderly end), or the pidfd says so."""
+        """True once the lock can be had, its file was gone from the start (an orderly end), or the pidfd says so."""
         if self._gone or not self._finalizer.alive:
             return self._gone
         try:
             # Shared: two watchers that try at the same moment must not take each other for the owner.
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            # The owner unlinks before it unlocks; the link count tells an orderly end without a race.
-            self._gone = os.fstat(self._descriptor).st_nlink == 0 or _readable(self._pidfd)
+            # Held: it lives, even if somebody has removed the file's name.
+            self._gone = _readable(self._pidfd)
         else:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._gone = True
@@ -153,17 +156,20 @@ class PeerWatch:
         self._finalizer()
 
     def _open_pidfd(self) -> None:
-        facts = _parse(os.pread(self._descriptor, 4096, 0))
+        try:
+            facts = _parse(os.pread(self._descriptor, 4096, 0))
+        except OSError:  # a pipe of that name: its lock may say something, its content nothing
+            return
         self.role = facts.get("role", "")[:40]
         comparable = all(facts.get(key) == value for key, value in _namespace_facts().items())
-        file_pid = facts.get("pid", "")
-        if not self.pid and file_pid.isdigit():
-            self.pid, self.start_ticks = int(file_pid), int(facts.get("start_ticks", "0") or 0)
-        if not comparable or not self.pid or file_pid != str(self.pid):
+        file_pid = _number(facts.get("pid", ""))
+        if not self.pid:
+            self.pid, self.start_ticks = file_pid, _number(facts.get("start_ticks", ""))
+        if not comparable or not self.pid or file_pid != self.pid:
             return
         try:
             pidfd = os.pidfd_open(self.pid)
-        except OSError:  # already gone, or an old kernel: the lock decides alone
+        except (OSError, OverflowError):  # already gone, no pid at all, or an old kernel: the lock decides alone
             return
         # Read after the pidfd was opened: now the number cannot be reused for another process.
         if self.start_ticks and read_start_ticks(self.pid) == self.start_ticks:
@@ -180,6 +186,20 @@ def read_start_ticks(pid: int) -> int:
             return int(stat.read().rpartition(b")")[2].split()[19])
     except (OSError, IndexError, ValueError):
         return 0
+
+
+@cache
+def _word_of(pid: int) -> int:
+    facts = _namespace_facts()
+    if len(facts) < 2:
+        return 0
+    digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") | 1
+
+
+def namespace_word() -> int:
+    """Equal in processes that mean the same thing by a pid (same boot, same pid namespace); 0: not known."""
+    return _word_of(os.getpid())
 
 
 def _namespace_facts() -> dict[str, str]:
@@ -203,6 +223,11 @@ def _self_description(role: str, token: str) -> str:
 def _parse(text: bytes) -> dict[str, str]:
     lines = text.decode(errors="replace").splitlines()
     return {key: value for key, _, value in (line.partition("=") for line in lines)}
+
+
+def _number(text: str) -> int:
+    # anybody may have written the file: "²" is a digit, too
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
 
 
 def _readable(pidfd: int) -> bool:

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from shmstage import _native
-from shmstage.errors import LayoutError
+from shmstage.errors import LayoutError, shown
 
 ALIGNMENT = 64
 PAGE_NBYTES = 4096
@@ -44,7 +44,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     try:
         return _DTYPES[name]
     except (KeyError, TypeError):
-        raise LayoutError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}") from None
+        raise LayoutError(f"dtype {shown(name)} is not one of {', '.join(_DTYPES)}") from None
 
 
 def dtype_name(dtype: object) -> str:
@@ -138,7 +138,7 @@ class Layout:
     def from_wire(cls, obj: object) -> Layout:
         """The inverse of ``to_wire``, for hostile input too: anything unexpected is a ``LayoutError``."""
         if not isinstance(obj, list | tuple) or len(obj) > MAX_FIELDS:
-            raise LayoutError(f"a layout is a list of at most {MAX_FIELDS} fields, not {str(obj)[:80]!r}")
+            raise LayoutError(f"a layout is a list of at most {MAX_FIELDS} fields, not {shown(obj)}")
         fields = []
         for item in obj:
             match item:
@@ -149,7 +149,7 @@ class Layout:
                     fields.append(Field(name, dtype, tuple(shape), offset, nbytes, late))
                 case _:
                     wanted = "[name, dtype, shape, offset, nbytes, late]"
-                    raise LayoutError(f"a field is {wanted}, not {str(item)[:80]!r}")
+                    raise LayoutError(f"a field is {wanted}, not {shown(item)}")
         return cls(tuple(fields))
 
     def views(self, buffer: Any, base: int, *, late: bool | None = None) -> dict[str, np.ndarray[Any, Any]]:
@@ -231,11 +231,12 @@ def _checked_nbytes(name: str, shape: tuple[int, ...], itemsize: int) -> int:
         raise LayoutError(f"field {name!r} has {len(shape)} dimensions; the limit is {MAX_DIMENSIONS}")
     for size in shape:
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 0 <= size <= MAX_NBYTES:
-            raise LayoutError(f"field {name!r} has shape {shape}; a size is an integer in 0 .. {MAX_NBYTES}")
-    nbytes = math.prod(int(size) for size in shape) * itemsize
-    if nbytes > MAX_NBYTES:
-        raise LayoutError(f"field {name!r} of shape {shape} needs {nbytes} bytes; the limit is {MAX_NBYTES}")
-    return nbytes
+            raise LayoutError(f"field {name!r} has shape {shown(shape)}; a size is an integer in 0 .. {MAX_NBYTES}")
+    # an array without elements is no larger than others may be: numpy counts its other dimensions
+    needed = math.prod(int(size) or 1 for size in shape) * itemsize
+    if needed > MAX_NBYTES:
+        raise LayoutError(f"field {name!r} of shape {shown(shape)} needs {needed} bytes; the limit is {MAX_NBYTES}")
+    return 0 if 0 in shape else needed
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -41,7 +41,10 @@ def read_limits(
     """Every limit that applies to bytes in ``shm_dir``. Raises ``LimitUnreadableError``, never guesses."""
     limits = [_mount_limit(shm_dir)]
     limits += _cgroup_limits(Path(proc_root, "self", "cgroup"), Path(cgroup_root))
-    memory = psutil.virtual_memory()
+    try:
+        memory = psutil.virtual_memory()
+    except (OSError, ValueError, KeyError, psutil.Error) as error:
+        raise LimitUnreadableError(f"cannot read how much available RAM there is: {error}") from None
     limits.append(Limit("available RAM", int(memory.available), "ram", int(memory.total)))
     return limits
 
@@ -79,13 +82,15 @@ def _mount_limit(shm_dir: str) -> Limit:
 
 def _cgroup_limits(membership: Path, cgroup_root: Path) -> list[Limit]:
     try:
-        lines = membership.read_text().splitlines()
+        lines = os.fsdecode(membership.read_bytes()).splitlines()  # a group's name may be any bytes
     except FileNotFoundError:  # a kernel without cgroups
         return []
     except OSError as error:
         raise LimitUnreadableError(f"cannot read {membership}: {error.strerror}") from None
     limits: list[Limit] = []
     for line in lines:
+        if line.count(":") < 2:
+            raise LimitUnreadableError(f"cannot read {membership}: {line[:80]!r} names no cgroup")
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             for root in (cgroup_root, cgroup_root / "unified"):
@@ -100,17 +105,25 @@ def _chain(root: Path, path: str, limit_file: str, usage_file: str, cache_key: s
     """Limits of the cgroup at ``path`` and of all above it: any of them can bind."""
     limits = []
     inner = path.strip("/")
-    # In a container the path may be the host's while the mount shows the container's own group at its root.
-    start = root / inner if (root / inner).is_dir() else root
+    # In a container the path may be the host's while the mount shows the container's own group at its root; seen from
+    # a cgroup namespace, what lies above it begins with /..
+    start = root / inner if ".." not in Path(inner).parts and _is_there(root / inner) else root
     for group in (start, *start.parents):
         if not group.is_relative_to(root):
             break
-        if (group / limit_file).exists():
+        if _is_there(group / limit_file):
             found = _available(group, limit_file, usage_file, cache_key)
             if found is not None:
                 name = f"the cgroup /{group.relative_to(root)}".replace("/.", "/")
                 limits.append(Limit(name, found[0], "cgroup", found[1]))
     return limits
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError) as error:
+        raise LimitUnreadableError(f"cannot look at the cgroup {path}: {error}") from None
 
 
 def _available(group: Path, limit_file: str, usage_file: str, cache_key: str) -> tuple[int, int] | None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from shmstage import _native
 from shmstage.errors import PoolError
+from shmstage.memory.failures import cannot
 from shmstage.memory.layout import PAGE_NBYTES
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -55,9 +56,25 @@ class Mapping:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
             self.mmap = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, protection, offset=offset)
-        except (OSError, ValueError, OverflowError) as error:
+        except OSError as error:
+            raise cannot(f"cannot map {nbytes} bytes of a pool", error) from None
+        except (ValueError, OverflowError) as error:
             raise PoolError(f"cannot map {nbytes} bytes of a pool: {error}") from None
         self.array: Bytes | None = np.frombuffer(self.mmap, np.uint8)
+        self._end = offset + nbytes
+
+    def check_backed(self, name: str) -> None:
+        """Raises ``PoolError`` if somebody has shrunk the file since: touching the lost part would be SIGBUS."""
+        if not self.is_backed():
+            nbytes = self.mmap.size()
+            raise PoolError(
+                f"pool {name} was shrunk to {nbytes} bytes under its users, who map {self._end}; what lay in it is "
+                "lost: find out who truncates files in /dev/shm, and start again"
+            )
+
+    def is_backed(self) -> bool:
+        """Whether the file is still as long as what is mapped of it."""
+        return self.mmap.size() >= self._end
 
     def close(self) -> bool:
         """Unmaps unless arrays still use the memory; then it stays until the last of them is gone."""

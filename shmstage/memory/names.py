@@ -9,6 +9,7 @@ import secrets
 
 SHM_DIR = "/dev/shm"
 LOCK_SUFFIX = ".lock"
+PREFIX = "shmstage."
 MAX_NAME_LENGTH = 30
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _PATTERN = re.compile(r"shmstage\.([0-9a-z]{1,7})\.([0-9a-z]{6})\.([0-9a-z]{5})(\.lock)?")
@@ -25,7 +26,8 @@ def _base36(value: int) -> str:
 
 def run_hash(run_id: str) -> str:
     """Six characters that stand for the run id in a name; the full id is in the pool's header."""
-    return hashlib.blake2b(run_id.encode(), digest_size=3).hexdigest()
+    # what is no text came from a command line; it names no run, and is looked for all the same
+    return hashlib.blake2b(run_id.encode(errors="surrogatepass"), digest_size=3).hexdigest()
 
 
 def new_name(run_id: str) -> str:

@@ -28,7 +28,7 @@ from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.layout import Layout
 from shmstage.memory.limits import Limit, format_nbytes
 from shmstage.memory.mapping import Geometry, Mapping
-from shmstage.memory.reservation import make_pool_file
+from shmstage.memory.reservation import Backing, Numa, make_pool_file
 from shmstage.memory.slots import WritableSlot
 
 _COUNTERS = ("published", "ended_leases", "withdrawn", "abandoned", "waits", "waited_ns")
@@ -41,7 +41,8 @@ class Pool:
     """One epoch's slots. Only the process that made it writes slots; it refuses use in a forked child.
 
     Attributes: ``name`` (with the slash), ``epoch``, ``layouts`` (id → layout), ``slots``, ``aux_slots``,
-    ``nbytes`` (of the whole file), ``cells`` (for pools whose newest publication is what counts).
+    ``nbytes`` (of the whole file), ``backing`` (what the memory is made of), ``cells`` (for pools whose newest
+    publication is what counts).
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Pool:
         mapping: Mapping,
         headers: _native.Headers,
         geometry: Geometry,
+        backing: Backing,
         *,
         epoch: int,
         aux_slots: int,
@@ -57,13 +59,14 @@ class Pool:
         run_id: str,
     ) -> None:
         """Use ``create``."""
-        self.cells = Cells(headers, run_id)
+        self.cells = Cells(headers, run_id, self._check_backed)
         self.name = "/" + os.path.basename(path)
         self.epoch = epoch
         self.layouts: dict[int, Layout] = {}
         self.slots = geometry.slot_count - aux_slots
         self.aux_slots = aux_slots
         self.nbytes = geometry.pool_nbytes
+        self.backing = backing
         self._geometry = geometry
         self._mapping = mapping
         self._headers = headers
@@ -88,12 +91,14 @@ class Pool:
         identity: ProcessIdentity,
         limits: list[Limit] | None = None,
         payload_shift: int = 0,
+        numa: Numa = "default",
     ) -> Pool:
         """Reserves and pre-faults a new pool whose slots hold the largest of ``layouts``.
 
-        ``aux_slots`` are extra slots that only ``acquire(aux=True)`` takes. Raises ``BudgetError``, before anything
-        is allocated, if the pool exceeds the smallest of ``limits`` (read now if ``None``), and ``InputError`` for
-        counts out of range.
+        ``aux_slots`` are extra slots that only ``acquire(aux=True)`` takes. ``numa`` "interleave" spreads the pages
+        over all NUMA nodes, "default" leaves each where it is first touched: here, by this thread. Raises
+        ``BudgetError``, before anything is allocated, if the pool exceeds the smallest of ``limits`` (read now if
+        ``None``), and ``InputError`` for counts out of range.
         """
         identity.check_not_forked()
         if not layouts or slots < 1 or aux_slots < 0 or payload_shift not in (0, 4) or epoch < 0:
@@ -105,7 +110,7 @@ class Pool:
             raise InputError(f"consumers = {consumers}; a pool serves 1 to {_native.MAX_CONSUMERS}")
         slot_nbytes = max(layout.nbytes for layout in layouts)
         geometry = Geometry(slots + aux_slots, slot_nbytes, payload_shift)
-        path, mapping, headers = make_pool_file(
+        path, mapping, headers, backing = make_pool_file(
             run_id,
             geometry,
             epoch=epoch,
@@ -113,9 +118,10 @@ class Pool:
             consumers=consumers,
             identity=identity,
             limits=limits,
+            numa=numa,
         )
         counts = {"aux_slots": aux_slots, "consumers": consumers}
-        pool = cls(path, mapping, headers, geometry, epoch=epoch, run_id=run_id, **counts)
+        pool = cls(path, mapping, headers, geometry, backing, epoch=epoch, run_id=run_id, **counts)
         for layout in layouts:
             pool.register(layout)
         return pool
@@ -162,7 +168,9 @@ class Pool:
         array = self._mapping.array
         assert array is not None
         views = layout.views(array, self._geometry.payload_of(index))
-        slot = WritableSlot(self._headers, index, layout, views, self._all_consumers, self._writing.pop)
+        slot = WritableSlot(
+            self._headers, index, layout, views, self._all_consumers, self._check_backed, self._writing.pop
+        )
         self._writing[index] = slot
         return slot
 
@@ -208,6 +216,13 @@ class Pool:
             if generation % 2 == 0 and mask >> consumer & 1:
                 self._headers.end_lease(slot, generation, consumer)
 
+    def held_by(self, consumer: int) -> str:
+        """The slots that a consumer holds, in words for an error message; "" if there are none."""
+        self._check_usable()
+        slots = range(self._geometry.slot_count)
+        parts = [f"slot {slot} {self._microbatch_in(slot)}" for slot in slots if consumer in self._holders_of(slot)]
+        return ", ".join(parts)
+
     def free_slot_count(self) -> int:
         """How many slots, aux slots not counted, could be acquired now."""
         self._check_usable()
@@ -240,11 +255,13 @@ class Pool:
             self._closed = True
             with self._idle:
                 while self._waiting:
-                    self._headers.wake_all()
+                    if self._mapping.is_backed():
+                        self._headers.wake_all()
                     self._idle.wait(_LOOK_EVERY_S)
             for slot in list(self._writing.values()):
                 slot.abandon()
             self._headers.release()
+            self.cells.close()
         if not self._mapping.close():
             raise PoolError(
                 f"pool {self.name} is unlinked, but arrays over its slots are still alive; drop them, and its "
@@ -271,6 +288,7 @@ class Pool:
                 for peer in peers:
                     if peer.dead():
                         raise PeerLostError(f"{peer.describe()} is dead; {self._holders(first, last)}")
+                self._check_backed()
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise WaitTimeoutError(
@@ -288,18 +306,28 @@ class Pool:
         """Which slots are held, at which generation, by whom."""
         parts = []
         for slot in range(first, last):
-            generation, mask, _, step, index, ended = self._headers.slot_state(slot)
+            generation = self._headers.generation(slot)
             if generation % 2:
                 parts.append(f"slot {slot} is being written (generation {generation})")
                 continue
-            for consumer, done in enumerate(ended):
-                if mask >> consumer & 1 and done < generation:
-                    pid = self._headers.consumer_pid(consumer) or "not attached"
-                    parts.append(
-                        f"slot {slot} generation {generation} (micro-batch {step}.{index}) is held by consumer "
-                        f"{consumer} (pid {pid}, ended up to {done})"
-                    )
+            for consumer, done in self._holders_of(slot).items():
+                pid = self._headers.consumer_pid(consumer) or "not attached"
+                parts.append(
+                    f"slot {slot} {self._microbatch_in(slot)} is held by consumer {consumer} (pid {pid}, ended up to "
+                    f"{done})"
+                )
         return "; ".join(parts) or ("no slot is held now" if last > first else "the pool has no such slots")
+
+    def _holders_of(self, slot: int) -> dict[int, int]:
+        """Consumers whose lease of what is published in a slot has not ended → the last generation they ended."""
+        generation, mask, *_, ended = self._headers.slot_state(slot)
+        if generation % 2:
+            return {}
+        return {consumer: done for consumer, done in enumerate(ended) if mask >> consumer & 1 and done < generation}
+
+    def _microbatch_in(self, slot: int) -> str:
+        generation, _, _, step, index, _ = self._headers.slot_state(slot)
+        return f"generation {generation} (micro-batch {step}.{index})"
 
     def _check_not_forked(self) -> None:
         if os.getpid() != self._pid:
@@ -309,6 +337,10 @@ class Pool:
         self._check_not_forked()
         if self._closed:
             raise PoolError(f"pool {self.name} is closed")
+        self._check_backed()
+
+    def _check_backed(self) -> None:
+        self._mapping.check_backed(self.name)
 
 
 def _unlink(path: str, pid: int) -> None:

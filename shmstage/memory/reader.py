@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, final
 
@@ -22,6 +23,7 @@ from shmstage.errors import (
 )
 from shmstage.memory.cells import Cell
 from shmstage.memory.facts import checked_facts
+from shmstage.memory.failures import cannot
 from shmstage.memory.handle import Handle
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.layout import PAGE_NBYTES, Layout
@@ -59,17 +61,22 @@ class PoolReader:
         shift = facts["payload_shift"]
         slot_nbytes = facts["slot_stride"] - (PAGE_NBYTES if shift else 0)
         self._geometry = Geometry(facts["slot_count"], slot_nbytes, shift)
-        self.owner = PeerWatch(facts["lock_path"], facts["owner_pid"], facts["owner_start_ticks"])
-        self._payload = Mapping(descriptor, facts["nbytes"], writable=False)
-        _prefault_for_reading(self._payload)
-        self._header_mapping = Mapping(descriptor, self._geometry.payload_offset, writable=True)
-        counts = (facts["slot_count"], facts["consumer_count"])
-        self._headers = _native.Headers(self._header_mapping.mmap, *counts, self.epoch)
-        self._headers.set_consumer_pid(consumer, self._pid)
         self._late_windows: dict[tuple[int, int], Mapping] = {}
-        self._late_descriptor = os.dup(descriptor) if writes_late else -1
-        self._close_late_descriptor = weakref.finalize(self, _close, self._late_descriptor)
         self._closed = False
+        with ExitStack() as undo:  # whatever fails, nothing of it stays mapped or open
+            self.owner = PeerWatch(facts["lock_path"], facts["owner_pid"], facts["owner_start_ticks"])
+            undo.callback(self.owner.close)
+            self._payload = Mapping(descriptor, facts["nbytes"], writable=False)
+            undo.callback(self._payload.close)
+            _prefault_for_reading(self._payload)
+            self._header_mapping = Mapping(descriptor, self._geometry.payload_offset, writable=True)
+            undo.callback(self._header_mapping.close)
+            self._late_descriptor = _duplicated(descriptor) if writes_late else -1
+            self._close_late_descriptor = weakref.finalize(self, _close, self._late_descriptor)
+            counts = (facts["slot_count"], facts["consumer_count"])
+            self._headers = _native.Headers(self._header_mapping.mmap, *counts, self.epoch)
+            self._headers.set_consumer_pid(consumer, self._pid)
+            undo.pop_all()
 
     @classmethod
     def attach(
@@ -87,7 +94,7 @@ class PoolReader:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
-            raise PoolError(f"cannot open pool {name}: {error.strerror}") from None
+            raise cannot(f"cannot open pool {name}", error) from None
         try:
             facts = checked_facts(name, descriptor, run_id, epoch)
             if not 0 <= consumer < facts["consumer_count"]:
@@ -113,17 +120,24 @@ class PoolReader:
         Raises ``EndpointBusyError`` if all are taken.
         """
         self._check_usable()
-        return Cell(self._headers, identity, self.name)
+        return Cell(self._headers, identity, self.name, self._check_backed)
 
     def published_in(self, slot: int) -> Handle:
-        """A handle of what is published in a slot. For slots held through a cell: others may move on meanwhile."""
+        """A handle of what is published in a slot. For slots held through a cell: others may move on meanwhile.
+
+        Raises ``ProtocolError`` if there is no such slot.
+        """
         self._check_usable()
-        generation, _, layout_id, step, index, _ = self._headers.slot_state(slot)
+        try:
+            generation, _, layout_id, step, index, _ = self._headers.slot_state(slot)
+        except (TypeError, IndexError):  # the number came out of shared memory
+            raise ProtocolError(f"pool {self.name} has no slot {slot}; it has {self._geometry.slot_count}") from None
         return Handle(slot, generation, layout_id, step=step, index=index)
 
     def lease(self, handle: Handle) -> Lease:
         """The arrays a handle names. Raises ``StaleHandleError`` if the slot has moved on, ``ProtocolError`` if
-        the handle lies: no such slot, layout or published generation, or not for this consumer.
+        the handle lies: no such slot, layout or published generation, or not for this consumer. ``PoolError`` if the
+        file was shrunk: each lease, and each use of it, looks at its size first.
         """
         self._check_usable()
         self._check_handle(handle)
@@ -141,6 +155,22 @@ class PoolReader:
             known = False
         if not known:
             raise ProtocolError(f"slot {slot} generation {generation} of pool {self.name} was never published")
+
+    def held_by_owner(self) -> str:
+        """What the owner has in hand, in words for the error that tells its death; "" if there is nothing.
+
+        Slots it was writing, and slots published for this consumer whose leases have not ended.
+        """
+        self._check_usable()
+        parts = []
+        for slot in range(self._geometry.slot_count):
+            generation, mask, _, step, index, ended = self._headers.slot_state(slot)
+            if generation % 2:
+                parts.append(f"slot {slot} was being written (generation {generation})")
+            elif mask >> self.consumer & 1 and ended[self.consumer] < generation:
+                what = f"slot {slot} generation {generation} (micro-batch {step}.{index})"
+                parts.append(f"{what} was published and not ended")
+        return ", ".join(parts)
 
     def close(self) -> None:
         """Unmaps; idempotent. If leased arrays are alive the memory stays until the last is gone: ``PoolError``."""
@@ -209,6 +239,10 @@ class PoolReader:
         self._check_not_forked()
         if self._closed:
             raise PoolError(f"reader of pool {self.name} is closed")
+        self._check_backed()
+
+    def _check_backed(self) -> None:
+        self._payload.check_backed(self.name)
 
 
 @final
@@ -243,6 +277,7 @@ class Lease:
 
     def late_version(self, name: str) -> int:
         """How often a late field was committed in this generation; 0 = as the producer left it."""
+        self._reader._check_usable()
         return self._reader._headers.late_version(self.handle.slot, self._late_index(name))
 
     def commit_late(self, name: str) -> None:
@@ -261,9 +296,11 @@ class Lease:
         Once the reader is closed it only lets go of the arrays.
         """
         if self._views is not None:
-            if not self._reader._closed:
-                self._reader.end_lease(self.handle.slot, self.handle.generation)
-            self._views = self._late = None
+            try:
+                if not self._reader._closed:
+                    self._reader.end_lease(self.handle.slot, self.handle.generation)
+            finally:
+                self._views = self._late = None
 
     def __enter__(self) -> Lease:
         return self
@@ -283,6 +320,13 @@ class Lease:
 def _prefault_for_reading(mapping: Mapping) -> None:
     # 28 ms per GB once, instead of 115 ms per GB spread over the first reads. On an old kernel it does nothing.
     _native.populate(mapping.mmap, False)
+
+
+def _duplicated(descriptor: int) -> int:
+    try:
+        return os.dup(descriptor)
+    except OSError as error:
+        raise cannot("cannot keep a pool open for its late fields", error) from None
 
 
 def _close(descriptor: int) -> None:

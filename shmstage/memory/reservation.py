@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
+from dataclasses import dataclass
+from typing import Literal
 
 from shmstage import _native
 from shmstage.errors import BudgetError, InputError, PoolError
-from shmstage.memory.identity import ProcessIdentity
+from shmstage.memory.failures import OUT_OF_SPACE, cannot, limit_hit
+from shmstage.memory.identity import ProcessIdentity, namespace_word
 from shmstage.memory.layout import MAX_NBYTES
 from shmstage.memory.limits import Limit, check_fits, format_nbytes
 from shmstage.memory.mapping import Geometry, Mapping
 from shmstage.memory.names import SHM_DIR, new_name
 
 REMEDY = "use fewer slots, or fewer rows or tokens per micro-batch"
-_OUT_OF_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT, errno.EFAULT)
+#: where pages lie on a machine of several NUMA nodes: where they are first touched, or spread evenly
+Numa = Literal["default", "interleave"]
+
+
+@dataclass(frozen=True, slots=True)
+class Backing:
+    """What a pool's memory is made of; there is no fallback to another directory or to a disk.
+
+    ``huge_pages``: the mount gives them (always, or where they are asked for, which is done then). ``huge_nbytes`` of
+    the pool are mapped by them, as the kernel counted right after the reservation. ``numa_nodes``: over how many NUMA
+    nodes the pages are spread, 0 with ``numa = "default"``.
+    """
+
+    directory: str
+    huge_pages: bool
+    huge_nbytes: int
+    numa: Numa
+    numa_nodes: int
 
 
 def make_pool_file(
@@ -27,8 +46,9 @@ def make_pool_file(
     consumers: int,
     identity: ProcessIdentity,
     limits: list[Limit] | None,
-) -> tuple[str, Mapping, _native.Headers]:
-    """A reserved, pre-faulted pool file with a ready header: its path, mapping and headers.
+    numa: Numa = "default",
+) -> tuple[str, Mapping, _native.Headers, Backing]:
+    """A reserved, pre-faulted pool file with a ready header: its path, mapping, headers and what backs it.
 
     Raises ``BudgetError`` if it exceeds the smallest of ``limits`` (read now if ``None``), before anything is
     allocated, or if the space is gone after all. A failure leaves no file behind.
@@ -39,7 +59,9 @@ def make_pool_file(
     check_fits(geometry.pool_nbytes, what, REMEDY, limits)
     path, descriptor = _create_file(run_id)
     try:
-        mapping, headers = _fill_file(descriptor, geometry, run_id, epoch, aux_slots, consumers, identity)
+        mapping, headers, backing = _fill_file(
+            descriptor, geometry, run_id, epoch, aux_slots, consumers, identity, numa
+        )
         # From here on the owner's lifetime lock decides whether the pool may be swept.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     except BaseException:
@@ -47,7 +69,7 @@ def make_pool_file(
         raise
     finally:
         os.close(descriptor)
-    return path, mapping, headers
+    return path, mapping, headers, backing
 
 
 def _fill_file(
@@ -58,7 +80,8 @@ def _fill_file(
     aux_slots: int,
     consumers: int,
     identity: ProcessIdentity,
-) -> tuple[Mapping, _native.Headers]:
+    numa: Numa,
+) -> tuple[Mapping, _native.Headers, Backing]:
     """Reserves an empty pool file and writes its header, ``ready`` last."""
     nbytes = geometry.pool_nbytes
     try:
@@ -71,10 +94,15 @@ def _fill_file(
     try:
         # The owner first: if we are killed from here on, a sweep knows whose death to look for.
         try:
-            headers.write_owner(run_id, identity.lock_path, identity.pid, identity.start_ticks)
-        except ValueError as error:
-            raise InputError(f"run id {run_id[:40]!r} does not fit a pool header: {error}") from None
-        if _wants_advice():
+            headers.write_owner(
+                run_id, identity.lock_path, identity.pid, identity.start_ticks, namespace_word()
+            )
+        except (ValueError, TypeError) as error:  # too long, or no text that UTF-8 can hold
+            reason = error if isinstance(error, ValueError) else "it cannot be written in UTF-8"
+            raise InputError(f"run id {run_id[:40]!r} does not fit a pool header: {reason}") from None
+        nodes = _interleave(mapping) if numa == "interleave" else 0  # before the pages exist
+        huge = huge_option()
+        if huge == "advise":
             _native.advise_huge_pages(mapping.mmap)
             _prefault(mapping, nbytes)
         _reserve(descriptor, 0, nbytes)
@@ -85,13 +113,16 @@ def _fill_file(
             slot_stride=geometry.slot_stride,
             aux_slot_count=aux_slots,
             payload_shift=geometry.payload_shift,
+            huge_pages=huge != "never",
+            interleaved=nodes > 0,
         )
         headers.mark_ready()
     except BaseException:
         headers.release()
         mapping.close()
         raise
-    return mapping, headers
+    huge_nbytes = _huge_nbytes(mapping) if huge != "never" else 0
+    return mapping, headers, Backing(SHM_DIR, huge != "never", huge_nbytes, numa, nodes)
 
 
 def _create_file(run_id: str) -> tuple[str, int]:
@@ -107,7 +138,7 @@ def _create_file(run_id: str) -> tuple[str, int]:
         except FileExistsError:
             continue
         except OSError as error:
-            raise PoolError(f"cannot make a pool in {SHM_DIR}: {error.strerror}") from None
+            raise cannot(f"cannot make a pool in {SHM_DIR}", error) from None
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return path, descriptor
@@ -125,7 +156,7 @@ def _reserve(descriptor: int, begin: int, nbytes: int) -> None:
 def _prefault(mapping: Mapping, nbytes: int) -> None:
     """Enters every page into this process's tables: the first micro-batch is then as fast as the others."""
     code = _native.populate(mapping.mmap, True)
-    if code in _OUT_OF_SPACE:
+    if code in OUT_OF_SPACE:
         raise _out_of_space(code, nbytes)
     # Any other answer is an old kernel; the bytes are reserved, only the first touch is slower.
 
@@ -133,16 +164,46 @@ def _prefault(mapping: Mapping, nbytes: int) -> None:
 def _out_of_space(code: int | None, nbytes: int) -> BudgetError | PoolError:
     """What an errno from reserving ``nbytes`` means to the caller."""
     reason = os.strerror(code or 0)
-    if code in _OUT_OF_SPACE:
-        return BudgetError(f"reserving {nbytes} bytes in {SHM_DIR} failed: {reason}; {REMEDY}")
+    if code in OUT_OF_SPACE:
+        return BudgetError(f"reserving {nbytes} bytes in {SHM_DIR} failed: {reason} ({limit_hit(code)}); {REMEDY}")
     return PoolError(f"reserving {nbytes} bytes in {SHM_DIR} failed: {reason}")
 
 
-def _wants_advice(shm_dir: str = SHM_DIR) -> bool:
-    """Whether the mount gives huge pages only where a mapping asks for them, before the pages exist."""
+def huge_option(shm_dir: str = SHM_DIR, *, proc_root: str = "/proc") -> str:
+    """Huge pages on the mount: "never", "advise" (where a mapping asks before the pages exist) or more freely."""
     try:
-        with open("/proc/self/mounts") as mounts:
+        with open(f"{proc_root}/self/mounts") as mounts:
             rows = [line.split() for line in mounts]
     except OSError:
-        return False
-    return any(row[1] == shm_dir and "huge=advise" in row[3].split(",") for row in rows)
+        return "never"
+    found = "never"
+    for row in rows:
+        if len(row) > 3 and row[1] == shm_dir:  # a later one lies over an earlier one
+            options = dict(option.partition("=")[::2] for option in row[3].split(","))
+            found = options.get("huge", "never")
+    return found
+
+
+def _interleave(mapping: Mapping) -> int:
+    """Spreads the pages over the NUMA nodes; returns how many. Raises ``PoolError`` where the kernel refuses."""
+    nodes = _native.interleave(mapping.mmap)
+    if nodes < 0:
+        raise PoolError(f'numa = "interleave": the kernel refuses, {os.strerror(-nodes)}; use numa = "default"')
+    return nodes
+
+
+def _huge_nbytes(mapping: Mapping, *, proc_root: str = "/proc") -> int:
+    """How many bytes of a mapping the kernel maps by huge pages now; 0 if it does not say."""
+    assert mapping.array is not None
+    begin = f"{mapping.array.ctypes.data:08x}-"
+    inside = False
+    try:
+        with open(f"{proc_root}/self/smaps") as smaps:
+            for line in smaps:
+                if "-" in line.partition(" ")[0]:
+                    inside = line.startswith(begin)
+                elif inside and line.startswith("ShmemPmdMapped:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return 0

@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from shmstage import _native
-from shmstage.errors import ForkedError, InputError, SlotStateError
+from shmstage.errors import ForkedError, InputError, PoolError, SlotStateError
 from shmstage.memory.handle import NO_DIGEST, Handle
 from shmstage.memory.layout import Layout
 
@@ -20,7 +20,7 @@ class WritableSlot:
     """A claimed slot: fill ``views``, then ``publish``. As a context manager it abandons what is not published."""
 
     __slots__ = (
-        *("__weakref__", "_all_consumers", "_generation", "_headers", "_on_done", "_pid", "_views"),
+        *("__weakref__", "_all_consumers", "_check_backed", "_generation", "_headers", "_on_done", "_pid", "_views"),
         *("index", "layout"),
     )
 
@@ -31,6 +31,7 @@ class WritableSlot:
         layout: Layout,
         views: dict[str, np.ndarray[Any, Any]],
         all_consumers: int,
+        check_backed: Callable[[], None],
         on_done: Callable[[int], object],
     ) -> None:
         """Made by ``Pool.acquire``."""
@@ -40,6 +41,7 @@ class WritableSlot:
         self._generation = headers.generation(index)
         self._views: dict[str, np.ndarray[Any, Any]] | None = views
         self._all_consumers = all_consumers
+        self._check_backed = check_backed
         self._on_done = on_done
         self._pid = os.getpid()
 
@@ -65,12 +67,13 @@ class WritableSlot:
         """Makes the content visible to the consumers in the bit mask (all of them if ``None``).
 
         The views turn read-only; slices and reshapes taken from them earlier do not, and must not be written any more.
-        Raises ``SlotStateError`` when called twice, ``InputError`` for numbers that no
-        header can hold.
+        Raises ``SlotStateError`` when called twice, ``InputError`` for numbers that no header can hold, ``PoolError``
+        if somebody has shrunk the pool's file.
         """
         if os.getpid() != self._pid:
             raise ForkedError(f"slot {self.index} belongs to process {self._pid}; a forked child must not publish it")
         views = self.views
+        self._check_backed()
         mask = self._all_consumers if consumers is None else consumers
         if mask & ~self._all_consumers:
             raise InputError(f"consumers = {mask:#x} names one beyond the pool's ({self._all_consumers:#x})")
@@ -95,7 +98,11 @@ class WritableSlot:
     def abandon(self) -> None:
         """Gives the slot back unpublished, at the next even generation, which no handle names. Idempotent."""
         if self._views is not None and os.getpid() == self._pid:  # in a forked child it stays the parent's
-            self._headers.discard(self.index, self._generation)
+            try:
+                self._check_backed()
+                self._headers.discard(self.index, self._generation)
+            except PoolError:  # somebody took the memory away: there is nothing left to give back
+                pass
             for view in self._views.values():
                 view.setflags(write=False)
             self._finish()

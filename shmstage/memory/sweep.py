@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
 from dataclasses import dataclass
 
-from shmstage.errors import PoolError
 from shmstage.memory.facts import read_facts
-from shmstage.memory.identity import PeerWatch, read_start_ticks
-from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, list_objects
+from shmstage.memory.inspect import look_at_process
+from shmstage.memory.names import LOCK_SUFFIX, PREFIX, SHM_DIR, is_ours, list_objects
 
-__all__ = ["SweptObject", "list_objects", "sweep"]
+__all__ = ["LeftObject", "SweepReport", "SweptObject", "list_objects", "sweep", "sweep_with_reasons"]
+
+BUSY = "being made, or swept by another process, right now"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,42 +26,75 @@ class SweptObject:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class LeftObject:
+    """A file that was left alone, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """Every file looked at is in one of the two, but for those that vanished meanwhile."""
+
+    removed: tuple[SweptObject, ...]
+    left_alone: tuple[LeftObject, ...]
+
+
 def sweep(run_id: str | None = None, *, dry_run: bool = False) -> list[SweptObject]:
     """Removes pools and lifetime locks of this user (and of that run) whose owner is provably dead.
 
     Half-made pools go too unless somebody is making them right now. Any number of processes may sweep at once;
     what one of them works on the others skip. ``dry_run`` only reports.
     """
-    swept = []
+    return list(sweep_with_reasons(run_id, dry_run=dry_run).removed)
+
+
+def sweep_with_reasons(run_id: str | None = None, *, dry_run: bool = False) -> SweepReport:
+    """``sweep``, and what was left alone. Without ``run_id`` also what looks like ours and is not."""
+    removed: list[SweptObject] = []
+    left: list[LeftObject] = []
     # Pools first: a pool is judged by its owner's lock.
     for name in sorted(list_objects(run_id), key=lambda name: name.endswith(LOCK_SUFFIX)):
         found = _sweep_one(name, dry_run)
-        if found is not None:
-            swept.append(found)
-    return swept
+        if isinstance(found, SweptObject):
+            removed.append(found)
+        elif found is not None:
+            left.append(found)
+    if run_id is None:
+        foreign = sorted(name for name in os.listdir(SHM_DIR) if name.startswith(PREFIX) and not is_ours(name))
+        left += [LeftObject(name, "not a name that a process of this user gives") for name in foreign]
+    return SweepReport(tuple(removed), tuple(left))
 
 
-def _sweep_one(name: str, dry_run: bool) -> SweptObject | None:
+def _sweep_one(name: str, dry_run: bool) -> SweptObject | LeftObject | None:
+    """``None``: it is gone."""
     path = os.path.join(SHM_DIR, name)
     try:
         # not blocking: somebody may have put a fifo there
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # gone already, a link, or another user's: never our business, never fatal
+    except FileNotFoundError:
         return None
+    except OSError as error:  # a link, or another user's: never our business, never fatal
+        reason = "a symbolic link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
+        return LeftObject(name, reason)
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            return None
+        if not stat.S_ISREG(status.st_mode):
+            return LeftObject(name, "not a regular file")
+        if status.st_uid != os.getuid():  # a name may say anything
+            return LeftObject(name, f"belongs to user {status.st_uid}")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # a living owner's lock, a pool being made, or another sweep at work
-            return None
+        except BlockingIOError:
+            return LeftObject(name, _why_locked(name))
         # Removed while we hold the lock: its maker, who locks next, sees that it has no name any more.
         if os.fstat(descriptor).st_nlink == 0:
             return None
-        reason = "nobody holds this lock" if name.endswith(LOCK_SUFFIX) else _why_dead(descriptor)
-        if reason is None:
-            return None
+        dead, reason = (True, "nobody holds this lock") if name.endswith(LOCK_SUFFIX) else _judge_pool(descriptor)
+        if not dead:
+            return LeftObject(name, reason)
         if not dry_run:
             os.unlink(path)
         return SweptObject(name, reason, status.st_blocks * 512)
@@ -67,22 +102,24 @@ def _sweep_one(name: str, dry_run: bool) -> SweptObject | None:
         os.close(descriptor)
 
 
-def _why_dead(descriptor: int) -> str | None:
+def _why_locked(name: str) -> str:
+    """A living owner's lock, a pool being made, or another sweep at work."""
+    if not name.endswith(LOCK_SUFFIX):
+        return BUSY
+    holder = look_at_process(os.path.join(SHM_DIR, name))
+    return f"held by {holder.role or 'process'} {holder.pid}, which is alive" if holder.alive else BUSY
+
+
+def _judge_pool(descriptor: int) -> tuple[bool, str]:
+    """Whether a pool's owner is provably dead, and how that is known."""
     facts = read_facts(descriptor)
     if facts is None or not facts["magic"]:
-        return "half made, and nobody is making it"
-    pid, start_ticks = facts["owner_pid"], facts["owner_start_ticks"]
-    try:
-        owner = PeerWatch(facts["lock_path"].decode(errors="replace"), pid, start_ticks)
-    except (PoolError, ValueError):  # a lock we may not look at proves nothing
-        return None
-    try:
-        if not owner.dead():
-            return None
-        # A tidy-up script may have removed the lock of a living process; then the pid still speaks for it.
-        lock_gone = owner.fileno_for_lock() < 0
-        if lock_gone and start_ticks and read_start_ticks(pid) == start_ticks:
-            return None
-    finally:
-        owner.close()
-    return f"its owner, process {pid}, is dead" + ("" if facts["ready"] else " and had not finished making it")
+        return True, "half made, and nobody is making it"
+    pid = facts["owner_pid"]
+    claims = (pid, facts["owner_start_ticks"], facts["owner_namespace"])
+    owner = look_at_process(facts["lock_path"].decode(errors="replace"), *claims)
+    if owner.alive is None:
+        return False, f"its owner, process {pid}, cannot be seen from here: nothing proves its death"
+    if owner.alive:
+        return False, f"its owner, {owner.role or 'process'} {pid}, is alive"
+    return True, f"its owner, process {pid}, is dead" + ("" if facts["ready"] else " and had not finished making it")

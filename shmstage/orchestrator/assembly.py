@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from shmstage.budget.check import check_run
+from shmstage.budget.inputs import fields_of_trajectory, inputs_of, lower_bound
+from shmstage.budget.platform import platform_here
 from shmstage.memory.identity import PeerWatch
 from shmstage.memory.layout import Layout
 from shmstage.memory.pool import Pool
@@ -22,7 +26,7 @@ from shmstage.orchestrator.resume import ResumeState
 from shmstage.orchestrator.saving import Saving, last_published
 from shmstage.orchestrator.schedule import Config
 from shmstage.orchestrator.trainer_client import TrainerClient
-from shmstage.packing.fields import RECOMPUTED, REF_LOGPS, microbatch_layout, optional_fields
+from shmstage.packing.fields import late_fields, microbatch_layout, optional_fields
 from shmstage.packing.plan import PlanSettings
 from shmstage.packing.source import BundleSource
 from shmstage.packing.trajectory import Trajectory
@@ -70,10 +74,18 @@ def layout_of(first: Trajectory, settings: Settings, *, late: tuple[str, ...]) -
     )  # fmt: skip
 
 
-def late_fields(settings: Settings) -> tuple[str, ...]:
-    """The packed fields that are written after publication."""
-    reference = (REF_LOGPS,) if settings.reference_logps else ()
-    return (*reference, *(RECOMPUTED if settings.recompute_old_logps else ()))
+def check_budget(
+    settings: Settings, first: Trajectory, evaluation: BundleSource | None, *, restarted: bool
+) -> None:
+    """Raises ``BudgetError`` if what is still to be allocated does not fit; the input is in memory by now.
+
+    ``restarted``: the trainer may have its device buffers already, so only the pool is asked for.
+    """
+    evaluated = None
+    if evaluation is not None:
+        evaluated = fields_of_trajectory(next(iter(evaluation.groups(0))).trajectories[0])
+    inputs = inputs_of(settings, fields_of_trajectory(first, late_fields(settings)), evaluated)
+    check_run(lower_bound(inputs, "accelerator" if restarted else platform_here(os.environ)))
 
 
 def evaluation_source(settings: Settings) -> BundleSource | None:

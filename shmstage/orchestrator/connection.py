@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-from shmstage.errors import ShmstageError
+from shmstage.errors import PoolError, ShmstageError
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.pool import Pool
 from shmstage.orchestrator.trainer_client import TrainerClient
@@ -18,6 +18,8 @@ from shmstage.wire.messages import PROTOCOL_VERSION, Hello
 
 #: how long a trainer may take to answer that it drops everything
 ABANDON_S = 10.0
+#: the trainer's cell in every slot
+TRAINER = 0
 #: the launcher's longest back-off, as a multiple of the first
 LONGEST_BACKOFF = 32
 
@@ -62,6 +64,13 @@ class Connection:
         self.watch.close()
 
 
+def _held(pool: Pool) -> str:
+    try:
+        return pool.held_by(TRAINER)
+    except PoolError as error:  # it must not hide that the trainer is dead
+        return f"slots that cannot be told: {error}"
+
+
 def connect(
     settings: Settings,
     identity: ProcessIdentity,
@@ -96,4 +105,6 @@ def connect(
         client.close()
         raise
     client.peer = watch
+    if pool is not None:
+        client.peer_held = lambda: _held(pool)
     return Connection(client, watch, interrupt, settings.call_timeout_s)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from shmstage.errors import SettingsError, WaitTimeoutError
-from shmstage.events import JsonLines, read_json_lines
+from shmstage.errors import SettingsError, WaitTimeoutError, shown
+from shmstage.events import JsonLines, is_count, read_json_lines
 
 VERDICTS = "hooks.jsonl"
 
@@ -116,8 +116,8 @@ def _recorded(path: Path) -> dict[int, bool]:
     known: dict[int, bool] = {}
     for number, line in enumerate(read_json_lines(path), 1):
         step, go_on = line.get("step"), line.get("go_on")
-        if type(step) is not int or type(go_on) is not bool:
-            raise SettingsError(f"{path} line {number} is no verdict: {line}; remove the line, or the file")
+        if not is_count(step) or type(go_on) is not bool:
+            raise SettingsError(f"{path} line {number} is no verdict: {shown(line, 200)}; remove the line, or the file")
         known[step] = go_on
     return known
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, final
 
-from shmstage.errors import CheckpointError
+from shmstage.errors import CheckpointError, shown
 
 #: an encoding longer than this goes into a file beside the checkpoints, well below the frame cap of a message
 INLINE_NBYTES = 256 << 10
@@ -151,8 +151,8 @@ def state_from_metadata(metadata: Mapping[str, Any], out_dir: Path) -> ResumeSta
     """The state that a checkpoint was written with. Raises ``CheckpointError`` naming what is wrong."""
     if "state" not in metadata:
         raise CheckpointError(
-            f"the checkpoint of step {metadata.get('step')!r} does not say where the input stands: it was written by "
-            "a version of shmstage that could not resume exactly; start anew with another --out"
+            f"the checkpoint of step {shown(metadata.get('step'))} does not say where the input stands: it was written "
+            "by a version of shmstage that could not resume exactly; start anew with another --out"
         )
     wire = metadata["state"]
     if isinstance(wire, Mapping) and frozenset(wire) == {"file", "sha256"}:
@@ -168,7 +168,8 @@ def _read_state(out_dir: Path, name: object, sha256: object) -> object:
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as opened:
-            text = opened.read(MAX_STATE_NBYTES)
+            nbytes = min(os.fstat(descriptor).st_size, MAX_STATE_NBYTES)  # a buffer of the limit would be made
+            text = opened.read(nbytes)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}; {_REMEDY}") from None
     got = hashlib.sha256(text).hexdigest()
@@ -208,4 +209,4 @@ def _integers(name: str, value: object) -> list[int]:
 
 
 def _refuse(name: str, want: str, got: object) -> NoReturn:
-    raise CheckpointError(f"resume: {name} wants {want}, got {repr(got)[:200]}; {_REMEDY}")
+    raise CheckpointError(f"resume: {name} wants {want}, got {shown(got, 200)}; {_REMEDY}")

@@ -6,13 +6,12 @@ newest step of which both hold, so nothing before it is needed any more.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from shmstage.errors import RunFailedError, SettingsError
-from shmstage.events import write_json
+from shmstage.errors import RunFailedError, SettingsError, shown
+from shmstage.events import read_json, write_json
 from shmstage.orchestrator.feeder import PackedMicrobatch
 from shmstage.orchestrator.resume import ResumeState, state_to_metadata
 
@@ -26,13 +25,14 @@ LINES_KEPT = 4
 
 def last_published(out: Path) -> int:
     """The newest version of the weights that was published in OUT's run, 0 at the first start."""
-    path = out / PUBLISHED
+    path, remedy = out / PUBLISHED, "restore it or choose another --out"
     try:
-        return int(json.loads(path.read_text())["version"])
+        version = read_json(path, remedy).get("version")
     except FileNotFoundError:
         return 0
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingsError(f"{path} cannot be read: {error}; restore it or choose another --out") from None
+    if type(version) is not int or not 0 <= version < 1 << 64:
+        raise SettingsError(f"{path}: version is {shown(version)}, want an integer from 0 of 64 bits; {remedy}")
+    return version
 
 
 @final

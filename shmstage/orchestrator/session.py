@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from shmstage.errors import PluginError, PoolError, SettingsError, TransportError
@@ -12,9 +12,9 @@ from shmstage.events import JsonLines, write_json
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.pool import Pool
 from shmstage.memory.sweep import sweep
-from shmstage.orchestrator.assembly import Layouts, assemble, evaluation_source, hooks_of, layouts_of
+from shmstage.orchestrator.assembly import Layouts, assemble, check_budget, evaluation_source, hooks_of, layouts_of
 from shmstage.orchestrator.beginning import begin_attempt
-from shmstage.orchestrator.connection import Connection, connect
+from shmstage.orchestrator.connection import TRAINER, Connection, connect
 from shmstage.orchestrator.hooks import Hooks
 from shmstage.orchestrator.input import Input, load_input
 from shmstage.orchestrator.resume import ResumeState, state_from_metadata
@@ -24,9 +24,6 @@ from shmstage.packing.plan import PlanSettings
 from shmstage.packing.source import BundleSource
 from shmstage.packing.trajectory import Trajectory
 from shmstage.settings import Settings
-
-#: the trainer's cell in every slot
-TRAINER = 0
 
 
 def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool]) -> dict[str, Any]:
@@ -54,9 +51,10 @@ def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool])
             # before memory is asked for: the trainer may still map the pool of the orchestrator before
             connected(None, again=True).close()
         sweep(settings.run)
+        check_budget(settings, source.first, evaluation, restarted=epoch > 1)
         pool = Pool.create(
             settings.run, epoch=epoch, layouts=layouts.all, slots=settings.slots, aux_slots=settings.aux_slots,
-            identity=identity,
+            identity=identity, numa=settings.numa,
         )  # fmt: skip
         stack.callback(_close_pool, pool)
         again = epoch > 1
@@ -150,6 +148,7 @@ def _attempt(
         "empty_trajectories": planner.skipped_empty,
         "compile_s": compile_s,
         "pool_nbytes": pool.nbytes,
+        "backing": asdict(pool.backing),
     }
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from shmstage.errors import SettingsError
-from shmstage.events import read_json_lines
+from shmstage.events import is_count, read_json_lines
 
 
 def read_step_lines(path: Path) -> list[dict[str, Any]]:
     """All whole step lines. Raises ``SettingsError`` for a file that holds something else."""
     lines = read_json_lines(path)
     for number, line in enumerate(lines, 1):
-        if not all(type(line.get(key)) is int for key in ("step", "attempt")):
+        if not all(is_count(line.get(key)) for key in ("step", "attempt")):
             raise SettingsError(
-                f"{path} line {number} is no step line: step or attempt is missing; restore the file or choose "
+                f"{path} line {number} is no step line: step or attempt is no count; restore the file or choose "
                 "another --out"
             )
     return lines

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from shmstage.errors import BundleError
+from shmstage.errors import BundleError, named, shown
 from shmstage.packing import manifest as manifests
+from shmstage.packing.room import check_room
 from shmstage.packing.shard import decode_shard, encode_shard
 from shmstage.packing.trajectory import Group, Trajectory, check_same_fields
 
@@ -96,9 +97,12 @@ def write_bundle(
 
 
 def read_bundle(path: Path | str) -> Bundle:
-    """Read and check all of a bundle. Raises `BundleError` with what is wrong and what to do."""
+    """Read and check all of a bundle. Raises `BundleError` with what is wrong and what to do.
+
+    A bundle is held in memory: one that does not fit there is a `BudgetError` before anything of it is read.
+    """
     path = Path(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # Path's own raises for a name that is too long
         what = "is not a directory" if os.path.lexists(path) else "does not exist"
         raise BundleError(f"{path} {what}; give the directory of a bundle")
     remedy = "copy the bundle again or make it anew"
@@ -112,7 +116,10 @@ def read_bundle(path: Path | str) -> Bundle:
     listed = {shard["file"] for shard in manifest["shards"]}
     stray = sorted(name for name in names if name.startswith("shard-") and name not in listed)
     if stray:
-        raise BundleError(f"{path} has {stray[0]}, which its manifest does not name; {remedy}")
+        raise BundleError(f"{path} has {named(stray[0])}, which its manifest does not name; {remedy}")
+    nbytes = [shard["nbytes"] for shard in manifest["shards"]]
+    # a shard is copied out of its file's bytes
+    check_room(sum(nbytes) + max(nbytes), f"the {len(nbytes)} shards of {path}", "train it in parts")
     trajectories: list[Trajectory] = []
     for shard in manifest["shards"]:
         file = path / shard["file"]
@@ -134,8 +141,8 @@ def _difference(key: str, written: Any, found: Any) -> str:
     if isinstance(written, list) and isinstance(found, list) and len(written) == len(found):
         for index, (want, got) in enumerate(zip(written, found, strict=True)):
             if want != got:
-                return f"{key}[{index}] is {got}, the manifest says {want}"
-    return f"{key} is {str(found)[:500]}, the manifest says {str(written)[:500]}"
+                return f"{key}[{index}] is {shown(got, 400)}, the manifest says {shown(want, 400)}"
+    return f"{key} is {shown(found, 400)}, the manifest says {shown(written, 400)}"
 
 
 def _check_identities(path: Path, trajectories: Sequence[Trajectory]) -> None:
@@ -195,7 +202,7 @@ def _check_sha256(file: Path, data: bytes, want: str) -> None:
     got = hashlib.sha256(data).hexdigest()
     if got != want:
         raise BundleError(
-            f"{file} has sha256 {got}, want {want[:80]}: it was altered or damaged; "
+            f"{file} has sha256 {got}, want {named(want)}: it was altered or damaged; "
             "copy the bundle again or make it anew"
         )
 

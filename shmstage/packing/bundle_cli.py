@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shmstage.errors import BundleError
+from shmstage.errors import InputError, named, shown
 
 if TYPE_CHECKING:
     from shmstage.packing.bundle import Bundle
@@ -98,7 +98,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     try:
         bundle = read_bundle(arguments.bundle)
-    except BundleError as error:
+    except InputError as error:
         if not arguments.json:
             raise
         _print_json({"path": arguments.bundle, "ok": False, "error": str(error)})
@@ -151,7 +151,7 @@ def _print_table(summary: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("", "", title=Text(summary["path"]), show_header=False)
+    table = Table("", "", title=Text(named(summary["path"], 4096)), show_header=False)
     for name, count in summary["counts"].items():
         table.add_row(name.replace("_", " "), f"{count:,}")
     table.add_row("length in tokens", "  ".join(f"{name} {value:,}" for name, value in summary["length"].items()))
@@ -164,8 +164,9 @@ def _print_table(summary: dict[str, Any]) -> None:
         text = f"{field['dtype']} [{shape}] → {field['packed']}, {field['nbytes']:,} bytes"
         table.add_row(name, Text(text))  # Text: brackets are no markup
     table.add_section()
-    for name, value in summary["provenance"].items():
-        table.add_row(Text(str(name)), Text(str(value)))
+    for name, value in summary["provenance"].items():  # anybody's text: it must not move the cursor
+        text = named(value, 2000) if isinstance(value, str) else shown(value, 2000)
+        table.add_row(Text(named(name, 200)), Text(text))
     Console().print(table)
 
 

@@ -27,6 +27,7 @@ from shmstage.memory.layout import Layout
 
 if TYPE_CHECKING:
     from shmstage.packing.trajectory import Trajectory
+    from shmstage.settings import Settings
 
 OLD_LOGPS = "old_per_token_logps"
 REF_LOGPS = "ref_per_token_logps"
@@ -75,6 +76,12 @@ def carried_fields(optional: Iterable[str]) -> tuple[TokenField, ...]:
     """The rows of the table for trajectories with these optional fields, in table order."""
     chosen = frozenset(optional)
     return tuple(field for field in TOKEN_FIELDS if not field.optional or field.source in chosen)
+
+
+def late_fields(settings: Settings) -> tuple[str, ...]:
+    """The packed fields that are written after publication."""
+    reference = (REF_LOGPS,) if settings.reference_logps else ()
+    return (*reference, *(RECOMPUTED if settings.recompute_old_logps else ()))
 
 
 def microbatch_layout(

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from shmstage.errors import BundleError, TrajectoryError
+from shmstage.errors import BundleError, TrajectoryError, shown
 from shmstage.packing.fields import OPTIONAL_FIELDS
 from shmstage.packing.shard import decode_shard, encode_shard
 from shmstage.packing.trajectory import MAX_ID_CHARACTERS, MAX_INTEGER, Group, Trajectory
@@ -28,8 +28,8 @@ def encode_group(group: Group) -> list[bytes]:
     """
     if not _is_name(group.group_id) or not _is_count(group.batch_index):
         raise TrajectoryError(
-            f"group {str(group.group_id)[:300]!r} of batch {group.batch_index!r}: a group's id is 1 to "
-            f"{MAX_ID_CHARACTERS} characters, its batch an integer from 0 to {MAX_INTEGER}"
+            f"group {shown(group.group_id, 300)} of batch {shown(group.batch_index)}: a group's id is 1 to "
+            f"{MAX_ID_CHARACTERS} printable characters, its batch an integer from 0 to {MAX_INTEGER}"
         )
     parts: list[dict[str, Any]] = []
     shards: list[bytes] = []
@@ -52,7 +52,7 @@ def decode_group(data: bytes, file: Path) -> Group:
     except (ValueError, RecursionError, struct.error) as error:
         raise BundleError(f"{file}: a group's description is no JSON: {error}; {REMEDY}") from None
     if not _is_group(described):
-        raise BundleError(f"{file}: a group is described as {repr(described)[:200]}; {REMEDY}")
+        raise BundleError(f"{file}: a group is described as {shown(described, 200)}; {REMEDY}")
     trajectories: list[Trajectory] = []
     for part, begin, end in _cut(described["parts"], position):
         if end > len(data):
@@ -63,7 +63,7 @@ def decode_group(data: bytes, file: Path) -> Group:
             if trajectory.digest.hex() != entry["digest"]:
                 raise BundleError(
                     f"{file}: trajectory {trajectory.trajectory_id!r} has digest {trajectory.digest.hex()}, want "
-                    f"{entry['digest'][:80]}; {REMEDY}"
+                    f"{shown(entry['digest'])}; {REMEDY}"
                 )
         trajectories += found
         position = end
@@ -134,4 +134,4 @@ def _is_count(value: object) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= MAX_ID_CHARACTERS
+    return isinstance(value, str) and 0 < len(value) <= MAX_ID_CHARACTERS and value.isprintable()

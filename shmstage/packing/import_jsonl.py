@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shmstage.errors import TrajectoryError
+from shmstage.errors import TrajectoryError, shown
 from shmstage.packing.bundle import Bundle, write_bundle
 from shmstage.packing.fields import TOKEN_FIELDS
 from shmstage.packing.trajectory import Trajectory
 
 LINES_PER_BATCH = 64
+#: the longest line: a file without line ends is not read to its end
+LINE_LIMIT_NBYTES = 1 << 30
 
 _ARRAYS = {field.source for field in TOKEN_FIELDS}
 _SCALARS = {"trajectory_id", "group_id", "batch_index", "policy_version", "experts"}
@@ -45,10 +47,12 @@ def _trajectories(file: Path) -> Iterator[Trajectory]:
     batch_of: dict[str, int] = {}
     try:
         with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(iter(lambda: lines.readline(LINE_LIMIT_NBYTES + 1), b""), start=1):
                 if not line.strip():
                     continue
                 where = f"{file}, line {number}"
+                if len(line) > LINE_LIMIT_NBYTES:
+                    raise TrajectoryError(f"{where}: longer than {LINE_LIMIT_NBYTES} bytes; write one object a line")
                 try:
                     trajectory = Trajectory(**_arguments(_parse(line, where), number, batch_of, where))
                 except TrajectoryError as error:
@@ -66,7 +70,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise TrajectoryError(f"{where}: not a JSON object: {error}; write one object a line") from None
     if not isinstance(value, dict):
-        raise TrajectoryError(f"{where}: wants a JSON object, got {repr(value)[:80]}; write one object a line")
+        raise TrajectoryError(f"{where}: wants a JSON object, got {shown(value)}; write one object a line")
     return value
 
 

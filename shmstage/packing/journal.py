@@ -81,7 +81,7 @@ class Journal:
                 file = self._path(first)
                 try:
                     # opened under the lock: a release cannot come between
-                    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
                 except OSError as error:
                     raise BundleError(f"{file} cannot be read: {error.strerror}; {REMEDY}") from None
             number = first

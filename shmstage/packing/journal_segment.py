@@ -16,6 +16,7 @@ dropped, is told from damage, which is an error.
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,13 +27,14 @@ import xxhash
 
 from shmstage.errors import BundleError
 from shmstage.packing.group_record import REMEDY
+from shmstage.packing.room import check_room
 
 MAGIC = b"shmjrn1\n"
 _FRONT = struct.Struct("<8sQQ16s")
 _CHECK = struct.Struct("<Q")
 HEADER_NBYTES = _FRONT.size + _CHECK.size
 _LOOK_NBYTES = 1 << 20
-_READ_NBYTES = 1 << 30
+_READ_NBYTES = 1 << 26
 
 
 @final
@@ -64,7 +66,10 @@ def scan(descriptor: int, file: Path, first: int, *, may_be_torn: bool) -> Itera
 
     Bodies are not read, but for the last one of a file that ``may_be_torn``. Raises ``BundleError`` for damage.
     """
-    size = os.fstat(descriptor).st_size
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise BundleError(f"{file} is not a regular file; {REMEDY}")
+    size = status.st_size
     position, number = 0, first
     while position < size:
         record = _record_at(descriptor, position, size, number)
@@ -80,17 +85,18 @@ def scan(descriptor: int, file: Path, first: int, *, may_be_torn: bool) -> Itera
 
 
 def read_body(descriptor: int, record: Record, file: Path) -> bytes:
-    """Raises ``BundleError`` if it is not what was written."""
-    body = _read(descriptor, record)
+    """Raises ``BundleError`` if it is not what was written, ``BudgetError`` if there is no room for it."""
+    if record.nbytes > _READ_NBYTES:
+        check_room(record.nbytes, f"group {record.number} of {file}", "free memory")
+    body = b"".join(_pieces(descriptor, record))
     if xxhash.xxh3_128_digest(body) != record.digest:
         raise BundleError(f"{file}: group {record.number} at byte {record.begin} was altered or damaged; {REMEDY}")
     return body
 
 
-def _read(descriptor: int, record: Record) -> bytes:
-    # one call gives 2 GiB at most
-    begins = range(record.begin, record.end, _READ_NBYTES)
-    return b"".join(os.pread(descriptor, min(_READ_NBYTES, record.end - begin), begin) for begin in begins)
+def _pieces(descriptor: int, record: Record) -> Iterator[bytes]:
+    for begin in range(record.begin, record.end, _READ_NBYTES):
+        yield os.pread(descriptor, min(_READ_NBYTES, record.end - begin), begin)
 
 
 def _record_at(descriptor: int, position: int, size: int, number: int) -> Record | None:
@@ -113,7 +119,10 @@ def _parse(header: bytes, position: int) -> Record | None:
 
 
 def _is_whole(descriptor: int, record: Record) -> bool:
-    return xxhash.xxh3_128_digest(_read(descriptor, record)) == record.digest
+    hasher = xxhash.xxh3_128()
+    for piece in _pieces(descriptor, record):
+        hasher.update(piece)
+    return hasher.digest() == record.digest
 
 
 def _holds_later_record(descriptor: int, position: int, size: int, number: int) -> bool:

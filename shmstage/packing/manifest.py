@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shmstage.errors import BundleError
+from shmstage.errors import BundleError, shown
 from shmstage.packing.fields import OPTIONAL_FIELDS, optional_fields
 from shmstage.packing.trajectory import MAX_INTEGER, Trajectory
 
 SCHEMA = "shmstage-bundle/1"
 MAX_NBYTES = 1 << 30
+MAX_DEPTH = 64
 
 _KEYS = {"schema", "counts", "optional", "experts", "shards", "trajectories", "provenance"}
 _COUNTS = {"trajectories", "groups", "batches", "tokens", "loss_tokens"}
@@ -80,6 +81,8 @@ def encode(manifest: Mapping[str, Any]) -> bytes:
     # what cannot be read back must not be written: int keys become strings, tuples lists
     if json.loads(data)["provenance"] != manifest["provenance"]:
         raise BundleError("provenance changes when written as JSON; give dicts with string keys, and lists")
+    if _is_deeper(manifest["provenance"], MAX_DEPTH):
+        raise BundleError(f"provenance nests deeper than {MAX_DEPTH} levels; flatten it")
     return data
 
 
@@ -91,7 +94,7 @@ def decode(data: bytes, file: Path) -> dict[str, Any]:
         raise BundleError(f"{file} is not the JSON of a manifest: {error}; {_REMEDY}") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         got = manifest.get("schema") if isinstance(manifest, dict) else type(manifest).__name__
-        raise BundleError(f"{file} has schema {str(got)[:100]!r}, want {SCHEMA!r}; {_REMEDY}")
+        raise BundleError(f"{file} has schema {shown(got, 100)}, want {SCHEMA!r}; {_REMEDY}")
     check = _Check(file)
     check.keys("the manifest", manifest, _KEYS)
     check.keys("counts", manifest["counts"], _COUNTS)
@@ -105,6 +108,8 @@ def decode(data: bytes, file: Path) -> dict[str, Any]:
         check.refuse("optional", f"names out of {sorted(OPTIONAL_FIELDS)}, in order", optional)
     if not isinstance(manifest["provenance"], dict):
         check.refuse("provenance", "an object", manifest["provenance"])
+    if _is_deeper(manifest["provenance"], MAX_DEPTH):  # whoever shows it recurses
+        check.refuse("provenance", f"at most {MAX_DEPTH} levels", manifest["provenance"])
     _check_lists(check, manifest)
     return manifest
 
@@ -143,11 +148,11 @@ class _Check:
         self.file = file
 
     def refuse(self, where: str, want: str, got: object) -> NoReturn:
-        raise BundleError(f"{self.file}: {where} wants {want}, got {repr(got)[:200]}; {_REMEDY}")
+        raise BundleError(f"{self.file}: {where} wants {want}, got {shown(got, 200)}; {_REMEDY}")
 
     def keys(self, where: str, value: object, want: set[str]) -> None:
         if not isinstance(value, dict) or value.keys() != want:
-            got = sorted(value) if isinstance(value, dict) else value
+            got = list(value) if isinstance(value, dict) else value
             self.refuse(where, f"the keys {sorted(want)}", got)
 
     def integer(self, where: str, value: object, least: int = 0) -> None:
@@ -157,6 +162,11 @@ class _Check:
     def pattern(self, where: str, value: object, pattern: re.Pattern[str]) -> None:
         if not isinstance(value, str) or not pattern.fullmatch(value):
             self.refuse(where, f"text like {pattern.pattern}", value)
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deeper(item, levels - 1) for item in inner)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

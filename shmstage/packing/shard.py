@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import numpy as safetensors
 
-from shmstage.errors import BundleError, TrajectoryError
+from shmstage.errors import BundleError, TrajectoryError, named, shown
 from shmstage.packing.fields import ROUTING, carried_fields, optional_fields
 from shmstage.packing.trajectory import Trajectory
 
@@ -48,13 +48,13 @@ def decode_shard(
     try:
         tensors = safetensors.load(data)
     except Exception as error:  # the library raises whatever a malformed header makes it stumble on
-        raise BundleError(f"{file} is not a safetensors file: {error}; {remedy}") from None
+        raise BundleError(f"{file} is not a safetensors file: {named(str(error), 300)}; {remedy}") from None
     fields = carried_fields(optional)
     want = {field.source for field in fields} | {OFFSETS}
     if ROUTING in fields:
         want.add(ROUTING_OFFSETS)
     if tensors.keys() != want:
-        raise BundleError(f"{file} holds {sorted(tensors)}, want {sorted(want)}; {remedy}")
+        raise BundleError(f"{file} holds {shown(sorted(tensors), 300)}, want {sorted(want)}; {remedy}")
     offsets = _checked_offsets(OFFSETS, tensors, "tokens", len(entries), file, remedy)
     pieces: dict[str, list[npt.NDArray[Any]]] = {}
     for field in fields:

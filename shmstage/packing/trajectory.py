@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xxhash
 
 from shmstage import _native
-from shmstage.errors import TrajectoryError
+from shmstage.errors import TrajectoryError, shown
 from shmstage.packing.fields import ROUTING, TOKEN_FIELDS
 
 Float32 = npt.NDArray[np.float32]
@@ -20,6 +20,7 @@ Float32 = npt.NDArray[np.float32]
 _EXACT_FLOAT32 = 1 << 24
 MAX_ID_CHARACTERS = 200
 MAX_INTEGER = 2**53  # exact in every JSON reader
+MAX_EXPERTS = 1 << 15
 
 
 @final
@@ -67,11 +68,13 @@ class Trajectory:
             value = getattr(self, name)
             # ids go into error lines, tables and file names of reports
             if type(value) is not str or not 0 < len(value) <= MAX_ID_CHARACTERS or not value.isprintable():
-                self._refuse(name, f"1 to {MAX_ID_CHARACTERS} printable characters", repr(value)[:300])
+                self._refuse(name, f"1 to {MAX_ID_CHARACTERS} printable characters", shown(value, 300))
         for name in ("batch_index", "policy_version", "experts"):
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= MAX_INTEGER:
-                self._refuse(name, f"an integer from 0 to {MAX_INTEGER}", repr(value))
+                self._refuse(name, f"an integer from 0 to {MAX_INTEGER}", shown(value))
+        if self.experts > MAX_EXPERTS:
+            self._refuse("experts", f"an integer from 0 to {MAX_EXPERTS}: ids are int16", str(self.experts))
         if self.experts and self.routing is None:
             self._refuse("experts", "0 without routing", str(self.experts))
         hasher = xxhash.xxh3_128()
@@ -111,7 +114,7 @@ class Trajectory:
         return sum(array.nbytes for array in present if array is not None)
 
     def _refuse(self, name: str, want: str, got: str) -> NoReturn:
-        who = repr(self.trajectory_id)[:300]
+        who = shown(self.trajectory_id, 300)
         raise TrajectoryError(f"trajectory {who}: {name} wants {want}, got {got}")
 
     def _exact(self, name: str, value: Any, want: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -120,9 +123,9 @@ class Trajectory:
         try:
             given = np.asarray(value)
         except Exception as error:  # ragged lists, and whatever a foreign __array__ raises
-            self._refuse(name, f"an array of {want}", f"{type(value).__name__} ({error})")
+            self._refuse(name, f"an array of {want}", f"{type(value).__name__} ({str(error)[:200]})")
         if given.ndim == 0:
-            self._refuse(name, f"an array of {want}", repr(value))
+            self._refuse(name, f"an array of {want}", shown(value))
         if listed and given.size == 0:
             given = given.astype(want)
         if given.dtype.hasobject or given.dtype.names is not None or given.dtype.kind in "USMmc":
@@ -157,7 +160,7 @@ class Trajectory:
         if wrong >= 0:
             token, layer = divmod(wrong, layers)
             want = f"distinct expert ids from 0 to {limit - 1}, or only -1, in each [token, layer]"
-            self._refuse("routing", want, f"{routing[token, layer].tolist()} at [{token}, {layer}]")
+            self._refuse("routing", want, f"{shown(routing[token, layer].tolist(), 200)} at [{token}, {layer}]")
 
 
 @final

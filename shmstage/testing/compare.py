@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         if getattr(args, name) is not None:
             raise SettingsError(f"--{name.replace('_', '-')}: compare runs every mode from the start; leave it out")
     settings = resolve_args(args).settings
-    if settings.out is not None and settings.out.is_dir() and any(settings.out.iterdir()):
+    if settings.out is not None and os.path.isdir(settings.out) and any(settings.out.iterdir()):
         raise SettingsError(f"out = {settings.out} is not empty; compare starts anew: choose another --out")
     if settings.steps is None and settings.passes is None:
         settings = settings.model_copy(update={"steps": DEFAULT_STEPS})
@@ -151,7 +151,10 @@ def _call_problems(
 def run_reference(settings: Settings) -> dict[str, Any]:
     """The reference loop in a process of its own; raises ``RunFailedError`` with the log to look at."""
     out = settings.out_dir
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"out = {out}: {error.strerror}; choose a directory that can be written") from None
     child = Child(REFERENCE_ROLE, ["--settings", settings.model_dump_json()], out / "reference.log")
     try:
         code = child.wait(REFERENCE_TIMEOUT_S)

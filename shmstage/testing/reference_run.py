@@ -13,12 +13,12 @@ import numpy as np
 
 from shmstage.child import Lifeline, run_child
 from shmstage.memory.layout import Layout
-from shmstage.orchestrator.assembly import late_fields, layout_of, plan_settings
+from shmstage.orchestrator.assembly import layout_of, plan_settings
 from shmstage.orchestrator.importance import sampler_is_weights
 from shmstage.orchestrator.input import load_input
 from shmstage.orchestrator.intake import Intake
 from shmstage.orchestrator.session import write_summary
-from shmstage.packing.fields import OLD_LOGPS, REF_LOGPS, SAMPLER_IS_WEIGHTS
+from shmstage.packing.fields import OLD_LOGPS, REF_LOGPS, SAMPLER_IS_WEIGHTS, late_fields
 from shmstage.settings import Settings
 from shmstage.testing.engines_placing import place_private_copies
 from shmstage.testing.numpy_packer import pack_with_numpy

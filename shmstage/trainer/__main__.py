@@ -6,6 +6,7 @@ import logging
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import final
 
@@ -61,6 +62,7 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
         stack.callback(worker.close)
         while not worker.finished and not ending.is_due():
             pending = server.next_request(POLL_S)
+            ending.notice_death(worker.orchestrator_held)
             if pending is not None:
                 _answer(pending, worker, server, identity, ending)
 
@@ -79,13 +81,22 @@ class _Ending:
         self._grace_s = grace_s
         self._asked_at: float | None = None
         self._orchestrator: PeerWatch | None = None
+        self._noticed = False
 
     def orchestrator_is(self, hello: Hello) -> None:
         self.close()
         try:
             self._orchestrator = PeerWatch(hello.lock_path, hello.pid, hello.start_ticks)
+            self._noticed = False
         except PoolError as error:
             log.warning("the orchestrator cannot be watched: %s", error)
+
+    def notice_death(self, held: Callable[[], str]) -> None:
+        """Say once, in the log, that the orchestrator is dead and what it had in hand; another one may come."""
+        if self._orchestrator is None or self._noticed or not self._orchestrator.dead():
+            return
+        self._noticed = True
+        log.warning("%s is dead; %s; waiting for the next", self._orchestrator.describe(), held() or "it held no slot")
 
     def is_due(self) -> bool:
         if not self._lifeline.stop_requested():

@@ -8,7 +8,7 @@ from typing import final
 
 import jax
 
-from shmstage.errors import ProtocolError, ShmstageError
+from shmstage.errors import PoolError, ProtocolError, ShmstageError
 from shmstage.memory.handle import Handle
 from shmstage.memory.layout import Layout
 from shmstage.memory.reader import Lease, PoolReader
@@ -63,6 +63,13 @@ class Attachment:
     def is_aux(self, handle: Handle) -> bool:
         """True for a slot that no micro-batch to be trained lies in."""
         return handle.slot >= self._reader.slots
+
+    def held_by_owner(self) -> str:
+        """Slots that the producer has in hand, in words for the log that tells its death; it may hold no more."""
+        try:
+            return self._reader.held_by_owner()
+        except PoolError as error:
+            return f"slots that cannot be told: {error}"
 
     def end_withdrawn(self, pairs: Sequence[Sequence[int]]) -> None:
         """End the leases of slots the producer took back; one it has reused since needs no ending."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol, final
 import jax
 import numpy as np
 
-from shmstage.errors import CancelledError, TrainerError, WaitTimeoutError
+from shmstage.errors import CancelledError, PoolError, TrainerError, WaitTimeoutError
 from shmstage.memory.aligned import aligned_buffer
 from shmstage.memory.handle import Handle
 from shmstage.memory.layout import Layout
@@ -191,7 +191,11 @@ class DeviceBuffers:
         base = aliasing.exported(buffer.memory, lambda: self._news.put(("dropped", number, use, 0)))
         views = placement.views(base, 0)
         for name, source in sources.items():
-            copy_bytes(views[name], source)
+            try:
+                copy_bytes(views[name], source)
+            except PoolError:
+                lease.check()  # says which pool, and what is left of it
+                raise
         lease.check()  # the slot held this generation from the first byte to the last
         if not keep_lease:
             lease.end()

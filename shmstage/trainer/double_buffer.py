@@ -112,3 +112,6 @@ class DoubleBuffer:
         except WaitTimeoutError:
             self._unplaced = lease  # no place for it; the next call tries again
             raise
+        except BaseException:
+            lease.end()  # nobody will ask for it again, and its producer must not wait for it
+            raise

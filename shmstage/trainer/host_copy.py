@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from shmstage import _native
+from shmstage.errors import PoolError
 
 HostArray = np.ndarray[Any, Any]
 
@@ -43,9 +44,13 @@ def copy_to(target: HostArray, array: jax.Array) -> None:
 
 
 def copy_bytes(target: HostArray, source: HostArray) -> None:
-    """Native copy, GIL released, between C-contiguous arrays of one dtype and shape."""
-    if source.nbytes:
-        _native.copy_into(as_bytes(target), as_bytes(source))
+    """Native copy, GIL released, between C-contiguous arrays of one dtype and shape.
+
+    Raises ``PoolError`` if one of them lies in a pool whose file was shrunk meanwhile, where a plain copy would be
+    SIGBUS; the target then holds a part.
+    """
+    if source.nbytes and not _native.copy_guarded(as_bytes(target), as_bytes(source)):
+        raise PoolError(f"the memory of {source.nbytes} bytes went away under their copy: a pool's file was shrunk")
 
 
 def as_bytes(array: HostArray) -> HostArray:

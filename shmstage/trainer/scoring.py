@@ -18,7 +18,7 @@ from shmstage.trainer.device_buffers import DeviceBuffers
 from shmstage.trainer.digests import payload_digest
 from shmstage.trainer.engine import TrainEngine
 from shmstage.trainer.gate import Gate
-from shmstage.trainer.host_copy import host_copy
+from shmstage.trainer.host_copy import copy_bytes, host_copy
 from shmstage.trainer.snapshots import Snapshots
 from shmstage.trainer.stepper import Stepper
 
@@ -148,7 +148,12 @@ class Scorer:
                 raise EngineError(f"upload of {lease.handle.request_id}: {errors[0]}")
 
         shardings = self._stepper.attachment.shardings(lease.handle.layout_id)
-        batch = self._buffers.upload(lease, shardings, on_uploaded, keep_lease=keep_lease)
+        try:
+            batch = self._buffers.upload(lease, shardings, on_uploaded, keep_lease=keep_lease)
+        except BaseException:
+            if not keep_lease:
+                lease.end()  # an aux slot's micro-batch is tried once: its producer must not wait for it
+            raise
         resolved = self._buffers.resolver(batch.buffer)
         self._buffers.settled(batch.buffer)
         try:
@@ -194,7 +199,9 @@ def _write_late(
     version = 0
     if lease is not None and name in lease.late_views:
         field = lease.late_views[name]
-        np.copyto(field, values, casting="same_kind")
+        scores = np.empty(field.shape, field.dtype)
+        np.copyto(scores, values, casting="same_kind")
+        copy_bytes(field, scores)
         lease.commit_late(name)
         values, version = field, lease.late_version(name)
     return {

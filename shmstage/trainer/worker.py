@@ -130,6 +130,10 @@ class Worker:
         self._gate.admit(command)
         return self._guarded(command, lambda: run(Arguments(command, arguments)))
 
+    def orchestrator_held(self) -> str:
+        """Slots that the orchestrator has in hand, in words; "" without any or without a pool."""
+        return self._stepper.current.held_by_owner() if self._stepper.current is not None else ""
+
     def close(self) -> None:
         """Wait for what is on the devices, end the threads, unmap, remove the weights pool."""
         with ExitStack() as stack:  # each of them, whatever the others raise; the last named goes first

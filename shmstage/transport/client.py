@@ -64,6 +64,8 @@ class Client:
         a wait and ends it with ``StoppedError``.
         """
         self.peer = peer
+        #: the slots a dead peer held, for the error that tells its death; "" is none
+        self.peer_held: Callable[[], str] | None = None
         self._channel = channel
         self._clock = clock
         self._stop = stop
@@ -213,7 +215,8 @@ class Client:
         if self.peer is None or not self.peer.dead():
             return False
         if dying:
-            raise PeerLostError(f"{self.peer.describe()} is dead; it left no answer to {what}")
+            held = f"; it held {self.peer_held() or 'no slot'}" if self.peer_held is not None else ""
+            raise PeerLostError(f"{self.peer.describe()} is dead; it left no answer to {what}{held}")
         return True
 
     def _overdue(self, what: str, timeout_s: float, now: float) -> str:

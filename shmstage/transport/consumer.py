@@ -159,7 +159,7 @@ class Consumer:
                 if dying:
                     raise PeerLostError(
                         f"producer {self.name!r}, {self._reader.owner.describe()}, died or failed after "
-                        f"{self._received} slots, before the end of the stream"
+                        f"{self._received} slots, before the end of the stream{self._what_it_held()}"
                     )
                 dying = True
             elif left_s <= 0:
@@ -167,6 +167,13 @@ class Consumer:
                     f"producer {self.name!r}, {self._reader.owner.describe()}, published nothing within "
                     f"{timeout_s:g} s; {self._received} slots came before"
                 )
+
+    def _what_it_held(self) -> str:
+        try:
+            held = self._reader.held_by_owner()
+        except PoolError as error:
+            held = f"slots that cannot be told: {error}"
+        return f"; {held}" if held else ""
 
     def _expect(self, got: int, want: int) -> None:
         if got != want:

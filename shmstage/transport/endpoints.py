@@ -46,7 +46,7 @@ def runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 def endpoint_for(run_id: str, role: str) -> str:
     """``ipc://`` and a path of at most 107 bytes for this run's ``role``, whatever their lengths."""
-    digest = hashlib.sha256(f"{run_id}\0{role}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{run_id}\0{role}".encode(errors="surrogatepass")).hexdigest()[:16]
     readable = "".join(letter for letter in role[:8] if letter.isascii() and letter.isalnum())
     return f"ipc://{runtime_dir()}/{readable}-{digest}"
 

@@ -216,7 +216,8 @@ class Producer:
                 raise PeerLostError(f"{cell.lost}; start another consumer of {self.name!r} to take its place")
 
     def _lose(self, cell: ConsumerCell, reason: str) -> None:
-        cell.lose(reason)
+        held = self._pool.held_by(cell.index)
+        cell.lose(f"{reason}, holding {held}" if held else reason)
         self._pool.end_leases_of(cell.index)
 
     def _flush(self, cell: ConsumerCell) -> None:

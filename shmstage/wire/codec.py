@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import msgpack
 
-from shmstage.errors import ProtocolError
+from shmstage.errors import ProtocolError, shown
 from shmstage.wire.messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -32,6 +32,8 @@ from shmstage.wire.schema import WireField, schema_of
 
 FRAME_LIMIT_NBYTES = 1 << 20
 """The largest frame. Payload lives in slots; what is larger than this does not belong on the control channel."""
+
+_SMALL_NBYTES = 4096
 
 _TAG_KEY = "t"
 _VERSION_KEY = "v"
@@ -65,7 +67,7 @@ def encode(message: Message, *, limit_nbytes: int = FRAME_LIMIT_NBYTES) -> bytes
     wire: dict[str, Any] = {_TAG_KEY: _TAGS[kind]}
     for row in schema:
         value = getattr(message, row.attribute)
-        row.check(value, f"{kind.__name__}.{row.attribute}")
+        row.check(value, (kind.__name__, row.attribute))
         wire[row.key] = value
     try:
         frame = cast(bytes, msgpack.packb(wire, use_bin_type=True, strict_types=True))
@@ -86,6 +88,8 @@ def decode(frame: bytes, *, limit_nbytes: int = FRAME_LIMIT_NBYTES) -> Message:
     if len(frame) > limit_nbytes:
         raise ProtocolError(f"a frame of {len(frame)} bytes arrived; the limit is {limit_nbytes}")
     try:
+        if len(frame) > _SMALL_NBYTES:
+            _check_is_whole(frame)
         wire = msgpack.unpackb(
             frame,
             raw=False,
@@ -103,8 +107,19 @@ def decode(frame: bytes, *, limit_nbytes: int = FRAME_LIMIT_NBYTES) -> Message:
     tag = wire.pop(_TAG_KEY, None)
     kind = _BY_TAG.get(tag) if type(tag) is str else None
     if kind is None:
-        raise ProtocolError(f"a frame names message kind {tag!r:.40}; known kinds are {', '.join(sorted(_BY_TAG))}")
+        known = ", ".join(sorted(_BY_TAG))
+        raise ProtocolError(f"a frame names message kind {shown(tag, 40)}; known kinds are {known}")
     return _build(kind, wire)
+
+
+def _check_is_whole(frame: bytes) -> None:
+    """Every entry that a list or map announces is there: some msgpack releases allocate for them beforehand.
+
+    Nested lists of as many entries as the frame has bytes would take gigabytes. In a small frame they cannot.
+    """
+    unpacker = msgpack.Unpacker(max_buffer_size=len(frame), strict_map_key=False)
+    unpacker.feed(frame)
+    unpacker.skip()
 
 
 def _build(kind: type, wire: dict[str, Any]) -> Message:
@@ -112,7 +127,7 @@ def _build(kind: type, wire: dict[str, Any]) -> Message:
     if schema[0].key == _VERSION_KEY and wire.get(_VERSION_KEY) != PROTOCOL_VERSION:
         # Before the fields: another version may have other ones.
         raise ProtocolError(
-            f"{kind.__name__} speaks wire version {wire.get(_VERSION_KEY)!r:.40}, this side {PROTOCOL_VERSION}; "
+            f"{kind.__name__} speaks wire version {shown(wire.get(_VERSION_KEY), 40)}, this side {PROTOCOL_VERSION}; "
             "run the same shmstage release on both sides"
         )
     values = []
@@ -120,11 +135,11 @@ def _build(kind: type, wire: dict[str, Any]) -> Message:
         if row.key not in wire:
             raise ProtocolError(f"{kind.__name__} lacks {row.attribute!r}")
         value = wire[row.key]
-        row.check(value, f"{kind.__name__}.{row.attribute}")
+        row.check(value, (kind.__name__, row.attribute))
         values.append(value)
     if len(wire) != len(schema):
         unknown = sorted(set(wire) - {row.key for row in schema})
-        raise ProtocolError(f"{kind.__name__} has unknown fields {', '.join(map(repr, unknown))[:120]}")
+        raise ProtocolError(f"{kind.__name__} has unknown fields {shown(unknown, 120)[1:-1]}")
     return cast(Message, kind(*values))
 
 
@@ -132,9 +147,9 @@ def _unique_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if type(key) is not str:
-            raise ProtocolError(f"a map has the key {key!r:.40}; keys are str")
+            raise ProtocolError(f"a map has the key {shown(key, 40)}; keys are str")
         if key in result:
-            raise ProtocolError(f"a map has the key {key!r:.40} twice")
+            raise ProtocolError(f"a map has the key {shown(key, 40)} twice")
         result[key] = value
     return result
 

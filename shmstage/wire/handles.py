@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from shmstage.errors import ProtocolError
 from shmstage.memory.handle import Handle
-from shmstage.wire.schema import U32, U64, Check, flag
+from shmstage.wire.schema import U32, U64, Check, Where, flag, refusal
 
 DIGEST_NBYTES = 16
 
 
-def _digest(value: object, where: str) -> None:
+def _digest(value: object, where: Where) -> None:
     if type(value) is not bytes or len(value) != DIGEST_NBYTES:
-        raise ProtocolError(f"{where} is {value!r:.80}; want {DIGEST_NBYTES} bytes")
+        raise refusal(where, value, f"{DIGEST_NBYTES} bytes")
 
 
 # The order on the wire; a list, because ten names would cost more than the values.
@@ -29,12 +28,12 @@ _FIELDS: tuple[tuple[str, Check], ...] = (
 )
 
 
-def check_handle(value: object, where: str) -> None:
+def check_handle(value: object, where: Where) -> None:
     """The check for a message field that holds a handle in its wire form."""
     if type(value) is not list or len(value) != len(_FIELDS):
-        raise ProtocolError(f"{where} is {value!r:.80}; want a list of {len(_FIELDS)} values")
+        raise refusal(where, value, f"a list of {len(_FIELDS)} values")
     for item, (name, check) in zip(value, _FIELDS, strict=True):
-        check(item, f"{where}.{name}")
+        check(item, (where, name))
 
 
 def handle_to_wire(handle: Handle) -> list[int | bytes | bool]:

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
-from shmstage.errors import ProtocolError
+from shmstage.errors import ProtocolError, named, shown
 
 DEPTH_LIMIT = 16
 """How deep lists and maps may nest inside one field."""
 
-Check = Callable[[object, str], None]
+Where = str | tuple[Any, int | str]
+"""Where a value stands: a name, or the place of the list or map that holds it and the index or key there.
+
+Put into words only for a refusal: done for every value, one frame with a long key makes 250 GB of text.
+"""
+
+Check = Callable[[object, Where], None]
 """Takes a value and where it stands; raises ``ProtocolError`` unless the value may travel there."""
 
 
@@ -48,20 +54,29 @@ def schema_of(message_type: type) -> tuple[WireField, ...]:
     return tuple(rows)
 
 
-def _refuse(where: str, value: object, want: str) -> ProtocolError:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
-    return ProtocolError(f"{where} is {type(value).__module__}.{type(value).__name__} {shown}; want {want}")
+def in_words(where: Where) -> str:
+    """``Reply.result.losses[1]``; keys that are long or not printable are shortened and quoted."""
+    if isinstance(where, str):
+        return where
+    outer, at = where
+    if isinstance(at, int):
+        return f"{in_words(outer)}[{at}]"
+    return f"{in_words(outer)}.{named(at, 40)}"
+
+
+def refusal(where: Where, value: object, want: str) -> ProtocolError:
+    """The error for a value that is not what is wanted there."""
+    kind = type(value)
+    return ProtocolError(f"{in_words(where)} is {kind.__module__}.{kind.__name__} {shown(value)}; want {want}")
 
 
 def unsigned(bits: int) -> Check:
     """An exact ``int`` (no bool, no numpy scalar) in ``0 .. 2**bits - 1``."""
     limit = 1 << bits
 
-    def check(value: object, where: str) -> None:
+    def check(value: object, where: Where) -> None:
         if type(value) is not int or not 0 <= value < limit:
-            raise _refuse(where, value, f"an integer from 0 to 2**{bits} - 1")
+            raise refusal(where, value, f"an integer from 0 to 2**{bits} - 1")
 
     return check
 
@@ -70,71 +85,77 @@ U32 = unsigned(32)
 U64 = unsigned(64)
 
 
-def flag(value: object, where: str) -> None:
+_LEAVES = frozenset({type(None), bool, float, str, bytes})
+
+
+def flag(value: object, where: Where) -> None:
     """``True`` or ``False``; 0 and 1 are refused."""
     if type(value) is not bool:
-        raise _refuse(where, value, "a bool")
+        raise refusal(where, value, "a bool")
 
 
-def text(value: object, where: str) -> None:
+def text(value: object, where: Where) -> None:
     """A ``str``; bytes are refused."""
     if type(value) is not str:
-        raise _refuse(where, value, "a str")
+        raise refusal(where, value, "a str")
 
 
-def plain(value: object, where: str, depth: int = 0) -> None:
+def plain(value: object, where: Where, depth: int = 0) -> None:
     """None, bool, int (64 bits), float, str, bytes, and lists and str-keyed maps of those."""
     kind = type(value)
-    if value is None or kind is bool or kind is float or kind is str or kind is bytes:
+    if kind in _LEAVES:
         return
     if kind is int:
         if not -(1 << 63) <= value < (1 << 64):  # type: ignore[operator]
-            raise _refuse(where, value, "an integer of 64 bits")
+            raise refusal(where, value, "an integer of 64 bits")
         return
     if depth >= DEPTH_LIMIT:
-        raise ProtocolError(f"{where} nests deeper than {DEPTH_LIMIT} levels; flatten it")
+        raise ProtocolError(f"{in_words(where)} nests deeper than {DEPTH_LIMIT} levels; flatten it")
     if isinstance(value, list) and kind is list:
         for index, item in enumerate(value):
-            plain(item, f"{where}[{index}]", depth + 1)
+            if type(item) not in _LEAVES:
+                plain(item, (where, index), depth + 1)
         return
     if isinstance(value, dict) and kind is dict:
         for key, item in value.items():
             if type(key) is not str:
-                raise _refuse(f"a key of {where}", key, "a str")
-            plain(item, f"{where}.{key}", depth + 1)
+                raise refusal(f"a key of {in_words(where)}", key, "a str")
+            if type(item) not in _LEAVES:
+                plain(item, (where, key), depth + 1)
         return
-    raise _refuse(where, value, "None, bool, int, float, str, bytes, list or dict")
+    raise refusal(where, value, "None, bool, int, float, str, bytes, list or dict")
 
 
-def plain_map(value: object, where: str) -> None:
+def plain_map(value: object, where: Where) -> None:
     """A str-keyed map of plain values."""
     if type(value) is not dict:
-        raise _refuse(where, value, "a dict")
+        raise refusal(where, value, "a dict")
     plain(value, where)
 
 
-def plain_list(value: object, where: str) -> None:
+def plain_list(value: object, where: Where) -> None:
     """A list of plain values."""
     if type(value) is not list:
-        raise _refuse(where, value, "a list")
+        raise refusal(where, value, "a list")
     plain(value, where)
 
 
-def stamps(value: object, where: str) -> None:
+def stamps(value: object, where: Where) -> None:
     """A map from a stamp's name to nanoseconds of a monotonic clock."""
     if not isinstance(value, dict) or type(value) is not dict:
-        raise _refuse(where, value, "a dict")
+        raise refusal(where, value, "a dict")
     for key, item in value.items():
-        text(key, f"a key of {where}")
-        U64(item, f"{where}.{key}")
+        if type(key) is not str:
+            raise refusal(f"a key of {in_words(where)}", key, "a str")
+        U64(item, (where, key))
 
 
-def slot_generation_pairs(value: object, where: str) -> None:
+def slot_generation_pairs(value: object, where: Where) -> None:
     """A list of ``[slot, generation]``."""
     if not isinstance(value, list) or type(value) is not list:
-        raise _refuse(where, value, "a list")
+        raise refusal(where, value, "a list")
     for index, pair in enumerate(value):
         if type(pair) is not list or len(pair) != 2:
-            raise _refuse(f"{where}[{index}]", pair, "[slot, generation]")
-        U32(pair[0], f"{where}[{index}].slot")
-        U64(pair[1], f"{where}[{index}].generation")
+            raise refusal((where, index), pair, "[slot, generation]")
+        U32(pair[0], ((where, index), "slot"))
+        U64(pair[1], ((where, index), "generation"))

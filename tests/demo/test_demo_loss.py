@@ -22,6 +22,7 @@ A, B, C, D, E = ([one] for one in FIVE)
 
 
 def test_the_last_token_never_trains_on_the_next_segments_first() -> None:
+    """P8"""
     batch = pack([segment(1, 5, prompt=0), segment(2, 4, prompt=0)])
     weights = np.asarray(loss_weights(batch))
     np.testing.assert_array_equal(weights[0, :9], [0, 1, 1, 1, 1, 0, 1, 1, 1])
@@ -34,7 +35,7 @@ def test_the_last_token_never_trains_on_the_next_segments_first() -> None:
 
 
 def test_segment_ids_are_not_weights() -> None:
-    """Segment 3 counts as much as segment 1, and the mask alone says which tokens train."""
+    """P8: Segment 3 counts as much as segment 1, and the mask alone says which tokens train."""
     batch = pack([segment(1, 4), segment(1, 4), segment(1, 4)])
     assert np.asarray(loss_weights(batch)).sum() == 3 * 2
     batch["completion_mask"][0, 10] = 0  # a hole, as a tool's turn leaves it
@@ -61,6 +62,7 @@ def add_up(batches: Sequence[dict[str, np.ndarray]]) -> tuple[float, dict[str, f
 
 @pytest.mark.parametrize("name", [name for name in PACKINGS if name != "unpacked"])
 def test_sums_and_gradients_are_the_same_however_packed(name: str) -> None:
+    """P9"""
     want_loss, want_sums, want_gradients = add_up(PACKINGS["unpacked"])
     loss, sums, gradients = add_up(PACKINGS[name])
     assert sums["denominator"] == want_sums["denominator"] == 7 + 2 + 10 + 5 + 1

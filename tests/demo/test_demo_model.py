@@ -30,6 +30,7 @@ def logps(batch: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def test_changing_one_segment_leaves_the_others_outputs_bit_identical() -> None:
+    """P7"""
     before = pack([segment(1, 9), segment(2, 7), segment(3, 6)])
     after = pack([segment(1, 9), segment(4, 7), segment(3, 6)])
     a, b = outputs(before), outputs(after)
@@ -48,6 +49,7 @@ def test_a_later_token_leaves_earlier_outputs_bit_identical() -> None:
 
 
 def test_a_segment_scores_the_same_alone_and_packed_behind_another() -> None:
+    """P7"""
     alone = logps(pack([segment(2, 7)]))
     packed = logps(pack([segment(1, 9), segment(2, 7)]))
     np.testing.assert_allclose(packed[0, 9:16], alone[0, :7], atol=1e-5)

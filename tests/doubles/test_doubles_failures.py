@@ -152,6 +152,7 @@ def moved_on_behind_the_upload_of(step: int, index: int) -> Callable[[Lease], No
 
 @pytest.mark.parametrize("mode", BOUNDARIES)
 def test_a_reply_is_lost_and_retried_with_the_same_sequence_and_the_update_is_made_once(mode: Boundary) -> None:
+    """B4"""
     update = "apply_deferred_update" if mode == "staged_before_update" else "fwd_bwd* 1.1"
     plan = FaultPlan((Fault(f"reply {update}", Effect.LOSE, times=2),))
     device = Device()
@@ -432,6 +433,7 @@ def test_a_step_whose_checkpoint_became_durable_before_its_line_was_written_is_t
 
 @pytest.mark.parametrize("mode", BOUNDARIES)
 def test_a_step_line_raises_and_it_is_said_and_ends_no_step(mode: Boundary, capsys: pytest.CaptureFixture[str]) -> None:
+    """B1"""
     case = Case(mode=mode, wire="memory", write_step=_raises_for_step_2)
     outcome = run(case)
     assert outcome.error is None

@@ -36,6 +36,7 @@ def once(frame: str, effect: Effect, until: str = "") -> FaultPlan:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("what", "effect"), [("request", "lose"), ("reply", "lose"), ("reply", "delay")])
 def test_a_command_is_executed_once_whatever_happens_to_its(what: str, effect: Effect, call: str) -> None:
+    """B4"""
     check(staged(client_faults=once(f"{what} {call}", effect)))
 
 

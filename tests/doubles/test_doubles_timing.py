@@ -129,6 +129,7 @@ def test_a_trainer_without_tokens(mode: Boundary, microbatches: int) -> None:
 
 @pytest.mark.parametrize("mode", BOUNDARIES)
 def test_input_that_ends_inside_a_step(mode: Boundary) -> None:
+    """B5"""
     device = Device()
     case = Case(
         mode=mode, microbatches=3, bounded=False, input_length=7, device=device,

@@ -84,6 +84,7 @@ class Closed(io.StringIO):
 
 @pytest.mark.parametrize("bad", [line(1), {"step": 1}])
 def test_nothing_that_goes_wrong_with_it_is_raised(bad: dict[str, Any], tmp_path: Path) -> None:
+    """B1"""
     file = Closed() if "loss" in bad else io.StringIO()
     progress = following(tmp_path, file)
     append(tmp_path, {"attempt": 1, **bad})

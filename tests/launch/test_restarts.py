@@ -236,6 +236,7 @@ def make(settings):
 
 
 def test_a_live_source_gives_each_group_once_whoever_is_killed(tmp_path: Path) -> None:
+    """P4"""
     (tmp_path / "live.py").write_text(LIVE)
     for name in ("whole", "killed"):
         (tmp_path / f"for-{name}").mkdir()

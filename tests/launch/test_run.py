@@ -23,6 +23,7 @@ def shm_of_ours() -> list[str]:
 
 
 def test_a_staged_run_trains_every_step_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """S5"""
     summary = run_json("run", "--steps", "4", *STAGED, "--out", "out", cwd=tmp_path)
     assert (summary["steps"], summary["mode"], summary["staged_boundaries"]) == (4, "staged_before_update", 3)
     assert summary["leaked_pools"] == 0
@@ -52,6 +53,7 @@ def write_questions(path: Path, count: int) -> None:
 
 
 def test_one_pass_over_an_imported_bundle_trains_every_trajectory_exactly_once(tmp_path: Path) -> None:
+    """P4"""
     write_questions(tmp_path / "q.jsonl", 150)
     imported = run_json("bundle", "import", "q.jsonl", "bundle", cwd=tmp_path)
     assert imported["trajectories"] == 150
@@ -119,6 +121,7 @@ def test_a_signal_stops_everything_in_good_order(number: signal.Signals, tmp_pat
 
 
 def test_a_second_run_of_the_same_id_is_refused_and_the_first_is_unharmed(tmp_path: Path) -> None:
+    """S54"""
     first = start("run", "--run", "same", "--steps", "100000", "--out", "one", cwd=tmp_path)
     wait_for_step(first, 1)
     code, _, err = finish(start("run", "--run", "same", "--out", "two", cwd=tmp_path))

@@ -30,6 +30,7 @@ def test_without_input_the_demo_is_named_and_a_run_id_is_made(tmp_path: Path) ->
 
 
 def test_a_second_run_in_the_same_directory_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    """S54"""
     with (
         claimed(settings(tmp_path)),
         pytest.raises(SettingsError, match="in use by a living run"),

@@ -62,6 +62,7 @@ def test_the_same_slot_announced_again_is_another_publication(headers: _native.H
 
 
 def test_the_cell_of_a_reader_that_is_dead_is_cleared(headers: _native.Headers) -> None:
+    """S12"""
     cells, living = Cells(headers, RUN), ProcessIdentity.create(RUN, "weights reader")
     dead = ProcessIdentity.create(RUN, "weights reader")
     cells.announce(1)
@@ -81,3 +82,34 @@ def test_a_pool_that_has_all_its_readers_says_so(headers: _native.Headers) -> No
     with pytest.raises(EndpointBusyError, match="all 24 readers' cells of pool p are taken"):
         Cell(headers, me, "p")
     me.close()
+
+
+def test_giving_a_place_up_twice_leaves_the_next_reader_of_the_same_process_alone(headers: _native.Headers) -> None:
+    """S12: the place given up is another reader's, under the same identity, when it is given up again."""
+    cells, me = Cells(headers, RUN), ProcessIdentity.create(RUN, "weights reader")
+    first = Cell(headers, me, "p")
+    first.release()
+    second = Cell(headers, me, "p")
+    cells.announce(1)
+    assert second.take() == 1
+    first.release()
+    assert list(cells.readers()) == [1]
+    second.release()
+    assert cells.readers() == {}
+    me.close()
+
+
+def test_a_reader_whose_lock_lost_its_name_still_reads(headers: _native.Headers) -> None:
+    """S43: somebody tidied /dev/shm up; nothing is written under it, and its death is noticed all the same."""
+    cells, reader = Cells(headers, RUN), ProcessIdentity.create(RUN, "weights reader")
+    cells.announce(1)
+    Cell(headers, reader, "p").take()
+    assert sorted(cells.readers()) == [1]
+    os.unlink(reader.lock_path)
+    assert sorted(cells.readers()) == [1]
+    reader.close()
+    assert cells.readers() == {}
+    descriptors = len(os.listdir("/proc/self/fd"))
+    cells.readers()
+    cells.close()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors

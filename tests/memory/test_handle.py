@@ -15,6 +15,7 @@ def test_the_request_id_names_step_index_slot_and_generation() -> None:
 
 @pytest.mark.parametrize("digest", [None, 7, "text", b"", object()])
 def test_describing_a_handle_never_raises(digest: Any) -> None:
+    """B1"""
     class Hostile:
         def __format__(self, spec: str) -> str:
             raise RuntimeError

@@ -18,6 +18,7 @@ from shmstage.memory.names import is_ours, new_name
 
 
 def test_names_have_at_most_thirty_characters_with_the_slash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S38, S41"""
     for uid in (0, 1000, 2**32 - 2):
         monkeypatch.setattr(os, "getuid", lambda uid=uid: uid)
         name = new_name("a run id of any length " * 10)
@@ -27,6 +28,7 @@ def test_names_have_at_most_thirty_characters_with_the_slash(monkeypatch: pytest
 
 
 def test_another_users_names_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S38"""
     name = new_name(RUN)
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     assert not is_ours(name)
@@ -44,6 +46,7 @@ def test_the_lock_file_is_private_and_locked_for_life(identity: ProcessIdentity)
 
 
 def test_every_identity_has_a_token_of_its_own(identity: ProcessIdentity) -> None:
+    """S42"""
     other = ProcessIdentity.create(RUN, "orchestrator")
     assert re.fullmatch("[0-9a-f]{32}", identity.token) and other.token != identity.token
     assert other.lock_path != identity.lock_path
@@ -89,6 +92,7 @@ def test_a_collected_identity_removes_its_file() -> None:
 
 
 def test_a_recycled_pid_does_not_keep_a_dead_owner_alive(identity: ProcessIdentity) -> None:
+    """S44"""
     # The pid lives, but it is not the process that the watch was told of: its lock alone decides.
     watch = PeerWatch(identity.lock_path, os.getpid(), identity.start_ticks + 1)
     assert watch._pidfd == -1 and not watch.dead()
@@ -96,6 +100,7 @@ def test_a_recycled_pid_does_not_keep_a_dead_owner_alive(identity: ProcessIdenti
 
 
 def test_a_pid_is_not_compared_across_namespaces(identity: ProcessIdentity, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S43"""
     comparable = PeerWatch(identity.lock_path)
     assert comparable._pidfd >= 0
     comparable.close()
@@ -118,6 +123,7 @@ def test_the_start_time_of_an_unknown_process_is_unknown() -> None:
 
 
 def test_identities_and_watches_leak_no_descriptor() -> None:
+    """S63"""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         identity = ProcessIdentity.create(RUN, "trainer")
@@ -126,3 +132,13 @@ def test_identities_and_watches_leak_no_descriptor() -> None:
         watch.close()
         identity.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_whose_lock_lost_its_name_is_alive(identity: ProcessIdentity) -> None:
+    """S43, S44: somebody tidied /dev/shm up; the lock is held all the same."""
+    watch = PeerWatch(identity.lock_path)
+    os.unlink(identity.lock_path)
+    assert not watch.dead()
+    identity.close()
+    assert watch.dead()
+    watch.close()

@@ -32,6 +32,7 @@ def test_late_fields_lie_last_in_pages_of_their_own() -> None:
 
 @pytest.mark.parametrize("name", sorted(_DTYPES))
 def test_every_dtype_round_trips_bit_exact_through_shared_bytes(name: str) -> None:
+    """S64, S66"""
     dtype = numpy_dtype(name)
     every_byte = np.arange(256 * dtype.itemsize, dtype=np.uint8) if name != "bool" else np.arange(256) % 2
     if name in ("int4", "uint4"):
@@ -49,10 +50,28 @@ def test_every_dtype_round_trips_bit_exact_through_shared_bytes(name: str) -> No
 
 
 def test_four_bit_integers_are_padded_to_a_byte_each() -> None:
+    """S70"""
     assert Layout.of({"x": ("int4", (7,))}).payload_nbytes == 7
 
 
+@pytest.mark.parametrize("name", ["int4", "uint4"])
+def test_four_bit_integers_that_come_packed_two_to_a_byte_are_refused(name: str) -> None:
+    """S70: as a description with half the bytes, and as bytes laid into a field."""
+    padded = Layout.of({"x": (name, (8,))})
+    packed = [["x", name, [8], 0, 4, False]]
+    with pytest.raises(LayoutError, match="nbytes=8.*nbytes=4"):
+        Layout.from_wire(packed)
+    assert Layout.from_wire([["x", name, [8], 0, 8, False]]) == padded
+    with mmap.mmap(-1, padded.nbytes) as memory:
+        view = padded.views(memory, 0)["x"]
+        assert (view.itemsize, view.nbytes) == (1, 8)
+        with pytest.raises(ValueError, match="broadcast"):
+            view.view(np.uint8)[...] = np.zeros(4, np.uint8)
+        del view
+
+
 def test_zero_size_and_zero_dimensional_arrays_keep_shape_and_dtype() -> None:
+    """S69"""
     layout = Layout.from_arrays({"empty": np.zeros((0, 4), np.float32), "scalar": np.array(7, np.int64)})
     with mmap.mmap(-1, layout.nbytes) as memory:
         views = layout.views(memory, 0)
@@ -63,6 +82,7 @@ def test_zero_size_and_zero_dimensional_arrays_keep_shape_and_dtype() -> None:
 
 
 def test_a_layout_of_no_fields_or_only_empty_ones_still_has_a_page() -> None:
+    """S69"""
     assert Layout.of({}).nbytes == 4096
     assert Layout.of({"empty": ("int8", (0,))}).nbytes == 4096
 
@@ -75,22 +95,26 @@ def test_absent_optional_fields_stay_absent() -> None:
     "dtype", ["O", "U3", "S3", ">i4", ">f8", "c8", "M8[s]", "V2", "f16", [("a", "i4")], object(), "nonsense"]
 )
 def test_other_dtypes_are_refused(dtype: Any) -> None:
+    """S71"""
     with pytest.raises(LayoutError):
         dtype_name(dtype)
 
 
 def test_object_arrays_are_refused_before_anything_is_laid_out() -> None:
+    """S71"""
     with pytest.raises(LayoutError, match="object"):
         Layout.from_arrays({"x": np.array([{}], dtype=object)})
 
 
 def test_bfloat16_travels_by_name_not_by_dtype_str() -> None:
+    """S64"""
     assert dtype_name(np.dtype(ml_dtypes.bfloat16)) == "bfloat16"
     with pytest.raises(LayoutError):
         dtype_name(np.dtype("<V2"))
 
 
 def test_a_non_contiguous_array_is_copied_in_c_order_never_misread() -> None:
+    """S67"""
     array = np.arange(12, dtype=np.int32).reshape(3, 4).T
     layout = Layout.from_arrays({"x": array})
     with mmap.mmap(-1, layout.nbytes) as memory:
@@ -125,6 +149,7 @@ def test_equal_descriptions_have_equal_ids_and_others_do_not() -> None:
     ],
 )  # fmt: skip
 def test_a_description_that_lies_is_refused(wire: object) -> None:
+    """S71, S75"""
     with pytest.raises(LayoutError):
         Layout.from_wire(wire)
 
@@ -155,6 +180,7 @@ def test_fields_never_overlap_and_survive_the_wire(specs: dict[str, tuple[str, t
 
 
 def test_views_outside_the_mapping_are_refused() -> None:
+    """S75"""
     layout = Layout.of({"a": ("int8", (100,))})
     memory = bytearray(200)
     assert layout.views(memory, 100)["a"].shape == (100,)
@@ -164,6 +190,7 @@ def test_views_outside_the_mapping_are_refused() -> None:
 
 
 def test_views_keep_the_mapping_they_were_made_over() -> None:
+    """S56"""
     memory = mmap.mmap(-1, 4096)
     view = Layout.of({"a": ("int8", (100,))}).views(memory, 0)["a"][10:20]
     with pytest.raises(BufferError):  # instead of a crash at the next read
@@ -173,6 +200,7 @@ def test_views_keep_the_mapping_they_were_made_over() -> None:
 
 
 def test_sizes_beyond_four_gigabytes_are_addressed_in_64_bits(tmp_path: Path) -> None:
+    """S74, S78"""
     # Sparse: only the touched pages exist.
     sizes = {"a": (1 << 31) - 1, "b": 1 << 31, "c": (1 << 32) + 1}
     layout = Layout.of({name: ("uint8", (size,)) for name, size in sizes.items()})
@@ -190,6 +218,7 @@ def test_sizes_beyond_four_gigabytes_are_addressed_in_64_bits(tmp_path: Path) ->
 
 
 def test_a_layout_beyond_the_address_space_is_refused() -> None:
+    """S75"""
     with pytest.raises(LayoutError, match=str(MAX_NBYTES)):
         Layout.of({"a": ("float64", (1 << 45,))})
     with pytest.raises(LayoutError):

@@ -33,6 +33,7 @@ def _read(tmp_path: Path, membership: str) -> dict[str, int]:
 
 
 def test_every_ancestor_of_a_v2_cgroup_counts(tmp_path: Path) -> None:
+    """L1"""
     root = tmp_path / "cgroup"
     _group(root, "pod", 2, "1000", 300)
     _group(root, "pod/worker", 2, "5000", 100)
@@ -41,6 +42,7 @@ def test_every_ancestor_of_a_v2_cgroup_counts(tmp_path: Path) -> None:
 
 
 def test_every_ancestor_of_a_v1_memory_cgroup_counts(tmp_path: Path) -> None:
+    """L1"""
     root = tmp_path / "cgroup" / "memory"
     _group(root, "", 1, str((1 << 63) - 4096), 10)  # "no limit" as v1 writes it
     _group(root, "docker", 1, "2000", 500)
@@ -61,12 +63,14 @@ def test_a_cgroup_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_in_a_container_that_sees_its_own_group_as_the_root_that_one_counts(tmp_path: Path) -> None:
+    """L4"""
     _group(tmp_path / "cgroup", "", 2, "1000", 100)
     assert _read(tmp_path, "0::/kubepods/pod7/box\n") == {"the cgroup /": 900}
 
 
 @pytest.mark.parametrize("broken", ["memory.max", "memory.current", "memory.stat"])
 def test_a_limit_that_exists_but_cannot_be_read_is_never_guessed(tmp_path: Path, broken: str) -> None:
+    """L4"""
     _group(tmp_path / "cgroup", "pod", 2, "1000", 100)
     (tmp_path / "cgroup/pod" / broken).unlink()
     (tmp_path / "cgroup/pod" / broken).mkdir()
@@ -85,6 +89,7 @@ def test_a_mount_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_smallest_limit_binds_whichever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S25, S28, L1, L3"""
     # A mount larger than what backs it: the machine's memory binds.
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5000, total=9000))
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=100, f_blocks=100, f_frsize=1000))
@@ -116,5 +121,6 @@ def test_a_budget_of_no_limits_is_not_silently_everything() -> None:
     [(0, "0 B"), (999, "999 B"), (5_150_000_000, "5.15 GB"), (15_450_000_000, "15.4 GB"), (3 << 40, "3.299 TB")],
 )
 def test_bytes_are_written_in_decimal_units(nbytes: int, text: str) -> None:
+    """L3"""
     assert format_nbytes(nbytes) == text
     assert Limit("x", nbytes).available_nbytes == nbytes

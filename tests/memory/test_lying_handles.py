@@ -33,6 +33,7 @@ OTHER = Layout.of({"x": ("int64", (4,))})
     ],
 )  # fmt: skip
 def test_a_lying_handle_is_a_protocol_error(ends: Ends, lie: dict[str, Any]) -> None:
+    """S75"""
     ends.reader.register(OTHER)
     true = ends.pool.acquire(LAYOUT, timeout_s=1).publish()
     with pytest.raises(ProtocolError):
@@ -42,6 +43,7 @@ def test_a_lying_handle_is_a_protocol_error(ends: Ends, lie: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("generation", [3, 4, 1 << 62, (1 << 64) - 2, 1 << 64, -2, None, 1])
 def test_ending_a_lease_that_never_was_frees_nothing(ends: Ends, generation: Any) -> None:
+    """S75"""
     handle = ends.pool.acquire(LAYOUT, timeout_s=1).publish()
     with pytest.raises(ProtocolError):
         ends.reader.end_lease(handle.slot, generation)
@@ -83,12 +85,14 @@ def _patched(make_ends: Callable[..., Ends], offset: int, value: bytes) -> str:
 def test_a_header_that_lies_is_not_attached(
     make_ends: Callable[..., Ends], offset: int, value: bytes, reason: str
 ) -> None:
+    """S75"""
     name = _patched(make_ends, offset, value)
     with pytest.raises(PoolError, match=reason):
         PoolReader.attach(name, run_id=RUN, epoch=1)
 
 
 def test_a_pool_shorter_than_its_header_says_is_not_attached(make_ends: Callable[..., Ends]) -> None:
+    """S75"""
     name = make_ends().pool.name
     os.truncate(SHM_DIR + name, 8192)
     with pytest.raises(PoolError, match="contradicts its size of 8192"):
@@ -120,6 +124,7 @@ def test_an_unknown_consumer_another_run_and_another_epoch_are_refused(ends: End
 
 
 def test_a_handle_is_stale_once_the_header_says_another_epoch(make_ends: Callable[..., Ends]) -> None:
+    """S52"""
     ends = make_ends()
     handle = ends.pool.acquire(LAYOUT, timeout_s=1).publish()
     with open(SHM_DIR + ends.pool.name, "r+b") as file:
@@ -130,6 +135,7 @@ def test_a_handle_is_stale_once_the_header_says_another_epoch(make_ends: Callabl
 
 
 def test_handles_of_many_numbers_never_crash_the_reader(ends: Ends) -> None:
+    """S75"""
     ends.pool.acquire(LAYOUT, timeout_s=1).publish()
     numbers = [-(1 << 64), -1, 0, 1, 2, 3, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 64) - 1, 1 << 64]
     for slot in numbers:

@@ -55,6 +55,7 @@ def test_closing_removes_the_file_and_twice_is_harmless(identity: ProcessIdentit
 
 
 def test_closing_a_pool_with_live_views_is_a_clean_error_and_the_views_stay_mapped(identity: ProcessIdentity) -> None:
+    """S56"""
     pool = Pool.create(RUN, epoch=1, layouts=[LAYOUT], slots=1, identity=identity)
     slot = pool.acquire(LAYOUT, timeout_s=0)
     view = slot.views["tokens"]
@@ -68,6 +69,7 @@ def test_closing_a_pool_with_live_views_is_a_clean_error_and_the_views_stay_mapp
 
 
 def test_closing_a_reader_with_live_views_is_a_clean_error_and_the_views_stay_mapped(ends: Ends) -> None:
+    """S56"""
     slot = ends.pool.acquire(LAYOUT, timeout_s=0)
     slot.views["tokens"][...] = 6
     lease = ends.reader.lease(slot.publish())
@@ -85,6 +87,7 @@ def test_closing_a_reader_with_live_views_is_a_clean_error_and_the_views_stay_ma
 
 
 def test_a_view_keeps_the_memory_of_a_forgotten_reader_mapped(identity: ProcessIdentity) -> None:
+    """S56"""
     pool = Pool.create(RUN, epoch=1, layouts=[LAYOUT], slots=1, identity=identity)
     slot = pool.acquire(LAYOUT, timeout_s=0)
     slot.views["mask"][...] = 2
@@ -168,6 +171,7 @@ def test_counts_out_of_range_are_refused_and_leave_nothing(
 
 
 def test_pools_and_readers_leak_no_descriptor(make_ends: Callable[..., Ends]) -> None:
+    """S63"""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         ends = make_ends(reader={"writes_late": True})
@@ -181,6 +185,7 @@ def test_pools_and_readers_leak_no_descriptor(make_ends: Callable[..., Ends]) ->
 
 
 def test_a_failed_attach_leaks_no_descriptor(ends: Ends) -> None:
+    """S63"""
     before = len(os.listdir("/proc/self/fd"))
     for arguments in ({"run_id": "other", "epoch": 1}, {"run_id": RUN, "epoch": 1, "consumer": 7}):
         with pytest.raises((PoolError, InputError)):
@@ -199,13 +204,18 @@ def test_the_header_shows_a_heartbeat_and_the_last_error_to_anyone(ends: Ends) -
 
 
 def test_slots_beyond_two_gigabytes_are_found(identity: ProcessIdentity, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S74"""
     # Sparse: the reservation is left out, so only touched pages exist.
     monkeypatch.setattr(reservation, "_reserve", lambda *a: None)
     monkeypatch.setattr(reservation, "_prefault", lambda *a: None)
     monkeypatch.setattr(readers, "_prefault_for_reading", lambda *a: None)
     layout = Layout.of({"x": ("uint8", ((1 << 31) + 1,)), "late": ("uint8", (9,))}, late=["late"])
     pool = Pool.create(RUN, epoch=1, layouts=[layout], slots=3, identity=identity, limits=[Limit("nothing", 1 << 62)])
-    reader = PoolReader.attach(pool.name, run_id=RUN, epoch=1, writes_late=True)
+    with monkeypatch.context() as as_if_reserved:  # else it is not attached, for what its missing pages would take
+        really = os.fstat
+        blocks = {"st_blocks": pool.nbytes // 512}
+        as_if_reserved.setattr(os, "fstat", lambda file: os.stat_result(tuple(really(file)), blocks))
+        reader = PoolReader.attach(pool.name, run_id=RUN, epoch=1, writes_late=True)
     reader.register(layout)
     slots = [pool.acquire(layout, timeout_s=0) for _ in range(3)]
     for slot in slots:
@@ -215,6 +225,11 @@ def test_slots_beyond_two_gigabytes_are_found(identity: ProcessIdentity, monkeyp
         with reader.lease(handle) as lease:
             assert lease.views["x"][-1] == handle.slot + 1 and lease.views["x"][0] == 0
             assert lease.late_views["late"][-1] == handle.slot + 11
+    with open(SHM_DIR + pool.name, "rb") as file:  # where the header says, not only where both ends agree on
+        facts = read_facts(file.fileno())
+        assert facts is not None and facts["slot_stride"] > 1 << 31
+        ends = [facts["payload_offset"] + slot * facts["slot_stride"] + (1 << 31) for slot in range(3)]
+        assert [os.pread(file.fileno(), 1, end) for end in ends] == [b"\1", b"\2", b"\3"]
     assert pool.nbytes > 6 << 30 and os.stat(SHM_DIR + pool.name).st_blocks * 512 < 1 << 20
     del slot, slots, lease
     reader.close()
@@ -227,3 +242,27 @@ def test_an_aligned_buffer_has_the_asked_address_and_is_zero() -> None:
             buffer = aligned_buffer(nbytes, alignment, offset)
             assert buffer.nbytes == nbytes and buffer.dtype == np.uint8 and not buffer.any()
             assert buffer.ctypes.data % alignment == offset or nbytes == 0
+
+
+def test_memory_that_a_driver_may_have_registered_stays_mapped_until_it_lets_go(ends: Ends) -> None:
+    """S35: whoever holds an export, as a driver's registration does, decides; closing says so and unmaps nothing."""
+
+    def mapped() -> int:
+        with open("/proc/self/maps") as maps:
+            return sum(ends.pool.name in line for line in maps)
+
+    slot = ends.pool.acquire(LAYOUT, timeout_s=0)
+    slot.views["tokens"][...] = 9
+    lease = ends.reader.lease(slot.publish())
+    registration = memoryview(lease.views["tokens"]).cast("B")
+    lease.end()
+    both = mapped()
+    for _ in range(2):
+        with pytest.raises(PoolError, match="still alive"):
+            ends.reader.close()
+        ends.pool._unlink()
+    assert mapped() == both - 1  # the headers went, the payload did not
+    assert bytes(registration) == np.full(16, 9, np.int32).tobytes()
+    registration.release()
+    ends.reader.close()
+    assert mapped() == both - 2

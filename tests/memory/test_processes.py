@@ -108,6 +108,7 @@ def test_ending_a_lease_in_one_process_wakes_the_producer_in_another(
 def test_a_killed_consumer_is_noticed_by_the_waiting_producer(
     start_child: StartChild, identity: ProcessIdentity
 ) -> None:
+    """S47, S50"""
     pool = Pool.create(RUN, epoch=1, layouts=[LAYOUT], slots=1, identity=identity)
     consumer = start_child(CONSUMER, pool.name)
     lock_path = consumer.line()
@@ -147,6 +148,7 @@ def test_a_killed_consumer_is_noticed_by_the_waiting_producer(
 def test_a_killed_owners_pool_is_swept_and_a_living_ones_is_not(
     start_child: StartChild, identity: ProcessIdentity
 ) -> None:
+    """S1"""
     mine = Pool.create(RUN, epoch=1, layouts=[LAYOUT], slots=1, identity=identity)
     living, killed = start_child(OWNER), start_child(OWNER)
     living_name, living_lock = living.line().split()
@@ -176,6 +178,7 @@ def test_a_killed_owners_pool_is_swept_and_a_living_ones_is_not(
 
 
 def test_attaching_never_unlinks(start_child: StartChild, identity: ProcessIdentity) -> None:
+    """S13"""
     pool = Pool.create(RUN, epoch=1, layouts=[LAYOUT], slots=1, identity=identity)
     for end in ("", "sys.exit(3)", "os._exit(0)"):
         child = start_child("reader = PoolReader.attach(arguments[0], run_id=RUN, epoch=1)\n" + end, pool.name)
@@ -198,6 +201,7 @@ def test_a_normal_exit_without_close_leaves_nothing_and_says_nothing(start_child
 
 
 def test_an_owner_killed_while_making_its_pool_leaves_something_that_is_swept(start_child: StartChild) -> None:
+    """S11"""
     # Killed before the header knows its owner, and after.
     for where in ("_native.Headers", "reservation._prefault"):
         child = start_child(f"""
@@ -234,6 +238,7 @@ def test_a_stopped_owner_is_alive(start_child: StartChild) -> None:
 
 
 def test_endpoints_refuse_use_in_a_forked_child(start_child: StartChild) -> None:
+    """S61"""
     # Forked inside a child of ours, which has no threads, so that the test process itself is never forked.
     child = start_child("""
 from shmstage.errors import ForkedError

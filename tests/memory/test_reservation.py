@@ -25,6 +25,7 @@ SMALL = [Limit("the cgroup /pod/x", 20_000)]
 def test_a_pool_beyond_the_limit_is_refused_before_anything_is_allocated(
     identity: ProcessIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """S6, L3"""
     def allocated(*arguments: object) -> None:
         raise AssertionError("allocated")
 
@@ -50,6 +51,7 @@ def test_the_limits_of_the_machine_are_read_unless_given(identity: ProcessIdenti
 def test_space_that_is_gone_after_the_check_is_a_budget_error_that_leaves_nothing(
     identity: ProcessIdentity, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
+    """S18"""
     before, descriptors = list_objects(RUN), len(os.listdir("/proc/self/fd"))
     real = os.posix_fallocate
 
@@ -119,6 +121,7 @@ def _can_unshare() -> bool:
 
 @pytest.mark.slow
 def test_a_full_mount_is_a_budget_error_never_a_bus_error() -> None:
+    """S18, S19, S21, S30"""
     if not _can_unshare():
         pytest.skip("needs root, to mount a small tmpfs in a namespace of its own")
     script = f"mount -t tmpfs -o size=2200k none /dev/shm && exec {sys.executable} -c '{_ON_A_TINY_MOUNT}'"

@@ -131,6 +131,7 @@ def test_a_slot_is_free_only_when_every_targeted_consumer_has_ended(identity: Pr
 
 
 def test_stale_generation_is_refused(make_ends: Callable[..., Ends]) -> None:
+    """S48"""
     ends = make_ends(slots=1)
     old = ends.pool.acquire(LAYOUT, timeout_s=1).publish()
     lease = ends.reader.lease(old)

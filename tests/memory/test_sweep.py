@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import struct
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -32,6 +33,7 @@ def leave_file() -> Iterator[Callable[..., str]]:
 
 
 def test_an_abandoned_lock_and_a_half_made_pool_are_swept(leave_file: Callable[..., str]) -> None:
+    """S11"""
     lock, empty, short = new_name(RUN) + LOCK_SUFFIX, new_name(RUN), new_name(RUN)
     for name, content in ((lock, b""), (empty, b""), (short, b"\0" * 5000)):
         leave_file(name, content)
@@ -50,6 +52,7 @@ def test_what_someone_is_making_or_sweeping_right_now_is_skipped(leave_file: Cal
 
 
 def test_foreign_names_links_and_directories_are_left_alone(leave_file: Callable[..., str]) -> None:
+    """S1, S7"""
     theirs = leave_file("psm_shmstage_test")
     target = leave_file("shmstage_test_target")
     link = new_name(RUN)
@@ -67,6 +70,7 @@ def test_foreign_names_links_and_directories_are_left_alone(leave_file: Callable
 def test_another_users_file_is_skipped_not_fatal(
     leave_file: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """S39"""
     name = leave_file(new_name(RUN))
     os_open = os.open
 
@@ -84,6 +88,7 @@ def test_another_users_file_is_skipped_not_fatal(
 
 
 def test_a_sweep_of_one_run_leaves_other_runs_alone(leave_file: Callable[..., str]) -> None:
+    """S7"""
     other = leave_file(new_name(RUN + "-other"))
     assert sweep(RUN) == []
     assert list_objects(RUN) == [] and list_objects(RUN + "-other") == [other]
@@ -100,6 +105,7 @@ def test_the_pool_of_a_living_process_survives_the_loss_of_its_lock_file(ends: E
 def test_a_pool_that_outlived_its_identity_in_another_life_is_swept(
     identity: ProcessIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """S42"""
     monkeypatch.setattr(identity, "start_ticks", identity.start_ticks + 1)  # this pid, but an earlier process
     pool = Pool.create(RUN, epoch=1, layouts=[LAYOUT], slots=1, identity=identity)
     assert sweep(RUN) == []
@@ -116,3 +122,16 @@ def test_a_fifo_with_our_name_does_not_hang_the_sweep() -> None:
         assert name not in [item.name for item in sweep(RUN)]
     finally:
         os.unlink(path)
+
+
+@pytest.mark.parametrize("word", [0, 12345])
+def test_a_pid_from_who_knows_where_proves_no_death_once_the_lock_is_gone(ends: Ends, word: int) -> None:
+    """S43: here nobody has that pid; but is it a pid of here?"""
+    with open(SHM_DIR + ends.pool.name, "r+b") as file:
+        here = os.pread(file.fileno(), 8, 88)
+        os.pwrite(file.fileno(), struct.pack("<I", (1 << 22) + 1), 72)
+        os.pwrite(file.fileno(), struct.pack("<Q", word), 88)
+        os.unlink(ends.reader.owner.lock_path)
+        assert sweep(RUN) == [] and list_objects(RUN) == [ends.pool.name[1:]]
+        os.pwrite(file.fileno(), here, 88)
+    assert [one.name for one in sweep(RUN)] == [ends.pool.name[1:]]

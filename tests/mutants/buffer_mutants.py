@@ -176,8 +176,8 @@ MUTANTS = (
     Mutant(
         "the cells of living readers are cleared",
         CELLS,
-        "                if watch.dead():\n",
-        "                if not watch.dead():\n",
+        "            if watch.dead():\n",
+        "            if not watch.dead():\n",
         (f"{READERS}::test_what_is_read_is_not_written_while_versions_go_on",),
     ),
 )

@@ -158,15 +158,15 @@ MUTANTS = (
     Mutant(
         "the pool of a living owner is swept",
         SWEEP,
-        "        if not owner.dead():\n            return None\n",
-        "",
+        "    if owner.alive:\n        return False,",
+        "    if False:\n        return False,",
         ("tests/memory/test_sweep.py::test_a_pool_that_outlived_its_identity_in_another_life_is_swept",),
     ),
     Mutant(
         "a pool is swept because somebody tidied its lock away",
-        SWEEP,
-        "        if lock_gone and start_ticks and",
-        "        if not lock_gone and start_ticks and",
+        "shmstage/memory/inspect.py",
+        "            alive = same if comparable else None\n",
+        "            alive = False\n",
         ("tests/memory/test_sweep.py::test_the_pool_of_a_living_process_survives_the_loss_of_its_lock_file",),
     ),
     # --- the headers' own code

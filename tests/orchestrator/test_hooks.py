@@ -74,6 +74,7 @@ def test_verdicts_are_found_again_in_out(tmp_path: Path) -> None:
 def test_what_on_step_end_raises_is_logged_once_and_never_ends_a_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """B1"""
     hook = Recorder()
     with hooks_of(hook, tmp_path) as (hooks, _):
         hooks.step_ended({"step": 1})

@@ -44,6 +44,7 @@ def ids(planned: object) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
 def test_every_trajectory_comes_exactly_once_per_pass(passes: int) -> None:
+    """P4"""
     intake = Intake(Lengths(LENGTHS), PlanSettings(rows=2, tokens=8), passes=passes)
     seen = Counter(each for planned in intake for each in ids(planned))
     assert seen == {(p, f"t{i}"): 1 for p in range(1, passes + 1) for i in range(len(LENGTHS))}
@@ -73,6 +74,7 @@ def test_input_with_nothing_to_train_is_an_error_not_an_endless_loop(passes: int
 
 
 def test_dropped_trajectories_are_counted_and_not_held() -> None:
+    """P2"""
     intake = Intake(Lengths([5, 2, 9, 2]), PlanSettings(rows=1, tokens=4, on_overlong="drop"), passes=1)
     assert [each for planned in intake for each in ids(planned)] == [(1, "t1"), (1, "t3")]
     assert (intake.planner.dropped, intake.planner.leftovers) == (2, ())

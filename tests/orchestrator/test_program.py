@@ -304,6 +304,7 @@ def test_a_failed_ticket_ends_the_run(command: str) -> None:
 
 
 def test_a_step_line_that_cannot_be_written_never_ends_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """B1"""
     trainer = InstantTrainer()
     program, feeder, lines = make("pipelined", trainer)
 
@@ -362,6 +363,7 @@ def test_a_stop_inside_a_step_saves_the_step_before_it_unless_the_trainer_refuse
 
 @pytest.mark.parametrize("mode", BOUNDARIES)
 def test_input_that_ends_inside_a_step_still_gives_a_complete_last_line(mode: Boundary) -> None:
+    """B5"""
     trainer = InstantTrainer()
     program, feeder, lines = make(mode, trainer, steps=None, count=7)
     run(program, feeder)

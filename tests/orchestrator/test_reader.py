@@ -90,6 +90,7 @@ def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseEx
 def test_microbatches_do_not_depend_on_the_thread_nor_on_a_resume(
     kind: type[Given], groups: list[Group], chosen: PlanSettings, passes: int, order: Order, data: st.DataObject
 ) -> None:
+    """P10"""
     inline = [facts(planned) for planned in Intake(kind(groups), chosen, passes=passes, order=order)]
     done = data.draw(st.integers(0, len(inline)))
     resume = inline[done - 1][-1] if done else None

@@ -110,6 +110,7 @@ def test_no_stage_and_no_deferral_at_the_last_step(mode: Boundary) -> None:
 
 @pytest.mark.parametrize("mode", BOUNDARIES)
 def test_input_that_ends_inside_a_step_is_closed_by_an_update_without_stage_or_deferral(mode: Boundary) -> None:
+    """B5"""
     log = Driver(config(mode, last_step=None), input_end=7).run()
     assert log.count("update") == 1
     after = log[log.index("update") :]

@@ -231,8 +231,9 @@ def changed(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]
         lambda a: np.array([0, 7, 3, 12]),
         lambda a: np.array([0, -5, 7, 12]),
         lambda a: np.array([0, 3, 7, 13]),
+        lambda a: np.array([0, 2**63 - 1, -2, a[-1]]),  # differences of 64 bits would all be positive
     ],
-    ids=["short", "from one", "int32", "square", "huge", "falling", "negative", "past the end"],
+    ids=["short", "from one", "int32", "square", "huge", "falling", "negative", "past the end", "all around"],
 )
 @pytest.mark.parametrize("name", ["offsets", "routing_offsets"])
 def test_offsets_that_do_not_rise_from_zero_to_the_end_are_refused(

@@ -89,7 +89,7 @@ def test_a_microbatch_of_padding_is_zeros_and_unset_routing() -> None:
 
 
 def test_segments_are_numbered_from_one_and_positions_restart() -> None:
-    """P5, P8: ids are dense, the mask is its own array."""
+    """P5, P8, P11: ids are dense, the mask is its own array."""
     trajectories = {7: make_trajectory(3, loss_mask=[0, 0, 0]), 9: make_trajectory(2, loss_mask=[1, 1])}
     (plan,) = plan_of(trajectories, 1, 8, segment_align=4)
     _, views = slot_views(1, 8)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import struct
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectory_making import make_trajectory
@@ -17,7 +20,7 @@ from trajectory_making import make_trajectory
 from shmstage.errors import BundleError, TrajectoryError
 from shmstage.packing.group_record import decode_group, encode_group
 from shmstage.packing.journal import FIRST, Journal
-from shmstage.packing.journal_segment import HEADER_NBYTES, frame
+from shmstage.packing.journal_segment import HEADER_NBYTES, MAGIC, frame
 from shmstage.packing.journal_source import JournaledSource
 from shmstage.packing.trajectory import Group, Trajectory
 
@@ -201,7 +204,22 @@ def test_damage_before_the_last_record_is_an_error_and_nothing_is_dropped(
     assert file.read_bytes() == data
 
 
-def test_a_damaged_length_allocates_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [2, 2**31, 2**32 + 1, 2**63, 2**64 - 48, 2**64 - 1])
+def test_a_length_beyond_the_file_allocates_nothing(tmp_path: Path, length: int) -> None:
+    """S75, S88: its own hash fits, so the size of the file alone can tell."""
+    (tmp_path / "j").mkdir()
+    file = tmp_path / "j" / "segment-000000000000.journal"
+    front = struct.pack("<8sQQ16s", MAGIC, 0, length, xxhash.xxh3_128_digest(b"x"))
+    file.write_bytes(front + struct.pack("<Q", xxhash.xxh3_64_intdigest(front)) + b"x")
+    tracemalloc.start()
+    try:
+        assert held(tmp_path / "j") == []
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_damaged_length_is_not_believed(tmp_path: Path) -> None:
     (tmp_path / "j").mkdir()
     file = tmp_path / "j" / "segment-000000000000.journal"
     huge = frame(0, [b"x"]).replace((1).to_bytes(8, "little"), (2**63).to_bytes(8, "little"), 1)

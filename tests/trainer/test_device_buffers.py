@@ -72,6 +72,7 @@ def test_all_fields_arrive_late_ones_last(watcher: TokenWatcher, shardings: Shar
 def test_the_generation_is_checked_before_and_after_the_copy_and_then_the_lease_ends(
     watcher: TokenWatcher, shardings: Shardings
 ) -> None:
+    """S58"""
     lease = Lease()
     buffers_of(watcher).upload(lease, shardings)
     assert lease.log == ["check", "check", "end"]
@@ -92,6 +93,7 @@ def test_a_slot_that_moves_on_while_it_is_copied_stages_nothing(
 def test_where_uploads_read_the_slot_the_lease_ends_on_readiness(
     watcher: TokenWatcher, shardings: Shardings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """S58"""
     monkeypatch.setattr(aliasing, "aliases_host_memory", lambda shardings: False)
     lease, over = Lease(4, offset=4), threading.Event()
     batch = buffers_of(watcher).upload(lease, shardings, lambda ready_ns, error: over.set())
@@ -131,6 +133,7 @@ def test_a_kept_lease_is_the_callers_to_end(watcher: TokenWatcher, shardings: Sh
 def test_a_place_is_free_when_settled_resolved_and_dropped_in_any_order(
     watcher: TokenWatcher, shardings: Shardings
 ) -> None:
+    """S58"""
     def settle() -> None:
         buffers.settled(0)
 

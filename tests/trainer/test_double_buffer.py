@@ -42,6 +42,7 @@ def expected() -> list[float]:
 
 @pytest.mark.parametrize("offset", [0, 4])
 def test_a_loop_computes_what_was_published(expected: list[float], offset: int) -> None:
+    """S55"""
     source = Published(6, offset)
     source.ended = True
     losses = [heavy(np.float32(0), batch) for batch in DoubleBuffer(source)]
@@ -126,6 +127,7 @@ def test_arrays_are_the_private_buffers_themselves_not_copies_of_them() -> None:
 
 
 def test_a_field_that_jax_would_narrow_is_refused() -> None:
+    """S73"""
     layout = Layout.of({"ids": ("int64", (4,))})
 
     class Lease:
@@ -152,6 +154,7 @@ def test_it_is_public() -> None:
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "float16", "bfloat16", "float8_e4m3fn", "int4"])
 def test_every_dtype_arrives_bit_for_bit(dtype: str) -> None:
+    """S64, S69"""
     layout = Layout.of({"a": (dtype, (3, 5)), "empty": (dtype, (0, 4)), "scalar": (dtype, ())})
     memory = aligned_buffer(layout.nbytes)
     views = layout.views(memory, 0)

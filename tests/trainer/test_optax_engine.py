@@ -31,6 +31,7 @@ def batch(seed: int, rows: slice = slice(None)) -> dict[str, jax.Array]:
 
 
 def test_gradients_add_up_undivided_and_are_divided_once() -> None:
+    """P9"""
     params = {"b": jnp.zeros(()), "w": jnp.ones(32)}
     engine = OptaxEngine(toy_loss, params, optax.sgd(0.5))
     for rows in (slice(0, 1), slice(1, 4)):  # uneven micro-batches: a mean of means would be another number

@@ -118,6 +118,7 @@ def train(
 def test_losses_survive_poisoned_slots_and_buffers(
     uploads: TokenWatcher, compute: TokenWatcher, expected: list[float], offset: int
 ) -> None:
+    """S55, S58"""
     assert train(uploads, compute, offset=offset) == expected
 
 

@@ -147,6 +147,7 @@ def test_the_lease_of_an_unpatched_stage_ends_when_it_is_trained() -> None:
 
 
 def test_patched_arrays_do_not_change_when_the_slot_does() -> None:
+    """S55"""
     with late_rig(verify="full") as rig:
         handle = rig.publish(1, 0)
         rig.call("stage_fwd_bwd", handle=handle)

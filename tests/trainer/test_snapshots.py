@@ -74,6 +74,7 @@ def test_the_update_waits_for_copies_that_read_what_it_donates_and_for_no_others
 def test_a_slow_disk_does_not_hold_up_the_next_metrics(
     snapshots: Snapshots, events: queue.SimpleQueue[TicketEvent]
 ) -> None:
+    """B3"""
     release = threading.Event()
     snapshots.submit("checkpoint", 1, lambda: None, lambda: {"waited": release.wait(DEADLINE_S)}, holds=True)
     snapshots.submit("metrics", 2, dict)

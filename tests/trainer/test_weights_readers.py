@@ -158,6 +158,7 @@ def reading_process(published: dict[str, Any]) -> subprocess.Popen[str]:
 
 
 def test_a_reader_that_was_killed_blocks_nobody_and_gives_its_cell_up() -> None:
+    """S12"""
     with rigged() as rig, ExitStack() as stack:
         children = []
         for version in (1, 2, 3):

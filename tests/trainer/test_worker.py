@@ -163,6 +163,49 @@ def test_metrics_are_of_the_step_asked_for_although_later_ones_have_begun() -> N
         assert rig.ticket(ticket).value == first
 
 
+class _NotComputed:
+    """A metric of a device that has not come to it yet."""
+
+    def __init__(self, value: Any, computed: threading.Event) -> None:
+        self.shape, self.dtype = value.shape, value.dtype
+        self._value, self._computed = value, computed
+
+    @property
+    def addressable_shards(self) -> Any:
+        assert self._computed.wait(5.0), "a command waited for metrics"
+        return self._value.addressable_shards
+
+
+def test_metrics_that_are_not_computed_hold_up_no_command_of_the_next_step() -> None:
+    """B3: else the second micro-batch's call would end when it is too late to stage the next."""
+    computed = threading.Event()
+
+    class LateMetrics:
+        def __init__(self) -> None:
+            self._inner = ToyEngine(store=MemoryStore())
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def metrics(self) -> dict[str, Any]:
+            return {name: _NotComputed(value, computed) for name, value in self._inner.metrics().items()}
+
+    with rigged() as rig:
+        wanted = [rig.train_step(1), rig.train_step(2)]
+    with rigged(LateMetrics) as rig:
+        tickets = []
+        for step in (1, 2):
+            for index in range(3):
+                handle = rig.publish(step, index, final=index == 2)
+                rig.call("stage_fwd_bwd", handle=handle)
+                rig.call("fwd_bwd_staged", request_id=handle.request_id)
+            tickets.append(rig.call("get_metrics", step=step))
+        rig.token("update", "update.2")
+        assert rig.tickets.keys().isdisjoint(ticket["ticket"] for ticket in tickets)
+        computed.set()
+        assert [rig.ticket(ticket).value for ticket in tickets] == wanted
+
+
 def test_the_update_waits_for_a_checkpoint_copy_and_says_how_long() -> None:
     store = MemoryStore()
     with rigged(lambda: ToyEngine(store=store)) as rig:
@@ -208,6 +251,7 @@ def overflowing_engine() -> OptaxEngine:
 def test_a_checkpoint_saved_inside_a_step_is_of_the_update_before_and_disturbs_nothing(
     make_engine: Callable[[], OptaxEngine],
 ) -> None:
+    """B6"""
     with rigged(make_engine) as rig:
         wanted = [rig.train_step(1), rig.train_step(2)]
         after_2 = rig.digest()
@@ -579,6 +623,7 @@ def test_a_restore_drops_stage_deferral_and_gradients() -> None:
 
 
 def test_a_new_epoch_unmaps_the_old_pool_drops_the_stage_and_closes_the_gate() -> None:
+    """S52"""
     with rigged() as rig:
         rig.call("fwd_bwd", handle=rig.publish(1, 0, final=True), defer_update=True)
         rig.call("stage_fwd_bwd", handle=rig.publish(2, 0))
@@ -711,6 +756,7 @@ def test_shutdown_after_a_failure_it_has_to_wait_for_gives_no_digest(monkeypatch
 
 
 def test_received_commands_are_recorded_refused_ones_too(tmp_path: Path) -> None:
+    """B1"""
     path = tmp_path / "calls.jsonl"
     with rigged(calls_path=path) as rig:
         handle = rig.publish(1, 0, final=True)

@@ -80,6 +80,7 @@ def test_a_wait_without_frames_ends_with_none(pair: Pair) -> None:
 
 
 def test_send_to_a_peer_that_is_not_there_raises(pair: Pair) -> None:
+    """S82"""
     with pytest.raises(PeerLostError, match="not connected"):
         pair.server.send(b"nobody", b"frame")
 
@@ -94,6 +95,7 @@ def test_send_to_a_peer_that_left_raises_in_the_end(pair: Pair) -> None:
 
 
 def test_a_queue_that_nobody_empties_refuses_instead_of_waiting(pair: Pair) -> None:
+    """S82"""
     _, peer = pair.joined()
     with pytest.raises(TransportError, match="are queued"):
         for _ in range(QUEUE_LIMIT * 50):
@@ -138,6 +140,7 @@ def test_closed_end_refuses_and_closes_twice(pair: Pair) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_forked_child_is_refused_and_the_parent_goes_on(pair: Pair) -> None:
+    """S61"""
     channel, peer = pair.joined()
 
     def refusals() -> int:

@@ -171,6 +171,7 @@ def test_slot_left_without_publishing_is_free_again(producer: Producer) -> None:
 
 
 def test_nothing_is_left_in_shared_memory_after_close(producer: Producer) -> None:
+    """S5"""
     consumer = pair(producer)
     assert len(list_objects("stream")) == 3  # the pool and two lifetime locks
     consumer.close()
@@ -336,6 +337,7 @@ def test_hostile_frames_are_refused_and_the_producer_goes_on(
 
 
 def test_handle_that_was_lost_on_the_way_is_noticed(producer: Producer) -> None:
+    """S82"""
     consumer = pair(producer)
     producer._cells[0].sent += 1
     put(producer, 1)
@@ -362,7 +364,7 @@ def test_consumer_that_leaves_early_is_a_loss_until_another_takes_its_place(prod
     take(consumer)
     put(producer, 2)
     consumer.close()
-    with pytest.raises(PeerLostError, match=r"left after 1 of 2 slots; start another consumer of 'stream'"):
+    with pytest.raises(PeerLostError, match=r"left after 1 of 2 slots, holding slot \d .*; start another consumer of"):
         producer.acquire(WAIT_S)
     assert producer._pool.free_slot_count() == 2
     with pair(producer) as another:
@@ -420,10 +422,12 @@ def finish(process: subprocess.Popen[str]) -> int:
 
 @pytest.mark.slow
 def test_killed_consumer_is_noticed_and_its_leases_end(producer: Producer) -> None:
+    """S12, S50"""
     process = run("lease = Consumer('stream').receive(20)\nos.kill(os.getpid(), signal.SIGKILL)")
     put(producer, 1)
     put(producer, 2)
-    with pytest.raises(PeerLostError, match=rf"consumer 0 \(consumer {process.pid} .*died"):
+    held = r"slot 0 generation 2 \(micro-batch 0\.0\), slot 1 generation 2"
+    with pytest.raises(PeerLostError, match=rf"consumer 0 \(consumer {process.pid} .*died, holding {held}"):
         producer.acquire(WAIT_S)
     assert producer._pool.free_slot_count() == 2
     assert finish(process) == -signal.SIGKILL
@@ -436,6 +440,7 @@ def test_killed_consumer_is_noticed_and_its_leases_end(producer: Producer) -> No
 
 @pytest.mark.slow
 def test_killed_producer_is_noticed_and_its_pool_swept_by_the_next() -> None:
+    """S3, S50"""
     process = run(
         "p = Producer('stream', {'tokens': ('int32', (2, 8))})\n"
         "s = p.acquire()\ns.views['tokens'][...] = 6\ns.publish()\n"
@@ -444,7 +449,8 @@ def test_killed_producer_is_noticed_and_its_pool_swept_by_the_next() -> None:
     consumer = pair_name()
     assert take(consumer) == 6
     process.send_signal(signal.SIGKILL)
-    with pytest.raises(PeerLostError, match=rf"producer {process.pid} .*before the end of the stream"):
+    held = r".*slot 1 was being written \(generation 1\), slot 2 was being written"
+    with pytest.raises(PeerLostError, match=rf"producer {process.pid} .*before the end of the stream; {held}"):
         consumer.receive(WAIT_S)
     consumer.close()
     assert finish(process) == -signal.SIGKILL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import final
@@ -325,6 +326,7 @@ def opened(world: World, epoch: int = 1) -> MemoryChannel:
     [(1, 8, "incarnation 8; this is 7"), (2, 7, "epoch 2; this process serves epoch 1"), (0, 7, "epoch 0")],
 )
 def test_mismatch_is_peer_restarted_and_nothing_is_done(world: World, epoch: int, incarnation: int, says: str) -> None:
+    """S52"""
     raw = opened(world)
     (reply,) = answers(world, raw, Request(epoch, incarnation, 1, "update", {}))
     assert (reply.ok, reply.error_kind) == (False, "PeerRestartedError")
@@ -351,6 +353,7 @@ def test_request_of_a_connection_that_was_replaced_is_peer_restarted(world: Worl
 
 
 def test_server_that_restarted_refuses_the_old_incarnations_calls(world: World) -> None:
+    """S52"""
     client, channel = world.client()
     client.hello(hello(), 1.0)
     other = World(incarnation=8)
@@ -402,6 +405,7 @@ def test_answer_of_a_call_that_outlived_its_session_goes_nowhere(world: World) -
 
 
 def test_retry_of_a_finished_call_is_answered_from_memory(world: World) -> None:
+    """S83, B4"""
     client, channel = world.client()
     client.hello(hello(), 1.0)
     channel.loses_in = once(Reply)
@@ -412,6 +416,7 @@ def test_retry_of_a_finished_call_is_answered_from_memory(world: World) -> None:
 
 
 def test_retry_of_a_running_call_joins_it(world: World) -> None:
+    """S83, B4"""
     raw = opened(world)
     request = encode(Request(1, 7, 1, "slow", {}))
     raw.send(request)
@@ -429,6 +434,7 @@ def test_retry_of_a_running_call_joins_it(world: World) -> None:
 
 
 def test_lost_request_is_sent_again(world: World) -> None:
+    """S83"""
     client, channel = world.client()
     client.hello(hello(), 1.0)
     channel.loses_out = once(Request)
@@ -560,6 +566,19 @@ def test_last_words_of_a_dead_peer_are_heard(world: World) -> None:
         client.events(1.0)
 
 
+@pytest.mark.parametrize(("held", "said"), [("slot 1 generation 4 (micro-batch 2.0)",) * 2, ("", "no slot")])
+def test_death_of_the_peer_is_told_with_the_slots_it_held(world: World, held: str, said: str) -> None:
+    """S50"""
+    watch = Watch()
+    client, _ = world.client(peer=watch)
+    client.hello(hello(), 1.0)
+    client.peer_held = lambda: held
+    world.executes = False
+    watch.is_dead = True
+    with pytest.raises(PeerLostError, match=rf"left no answer to slow \(sequence 1\); it held {re.escape(said)}$"):
+        client.call("slow", {}, timeout_s=60.0)
+
+
 def test_words_still_under_way_when_the_peer_is_found_dead_are_heard(world: World) -> None:
     class Dying(Watch):
         """Answers, and dies before the client looks again."""
@@ -633,6 +652,7 @@ def test_events_come_in_order_also_those_that_arrived_during_calls(world: World)
 
 
 def test_event_that_was_lost_is_sent_again_in_order(world: World) -> None:
+    """S82"""
     client, channel = world.client()
     client.hello(hello(), 1.0)
     channel.loses_in = once(TokenEvent)
@@ -647,6 +667,7 @@ def test_event_that_was_lost_is_sent_again_in_order(world: World) -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.booleans(), max_size=60), st.lists(st.integers(1, 4), min_size=1, max_size=6))
 def test_no_event_is_lost_or_doubled_whatever_the_channel_loses(losses: list[bool], bursts: list[int]) -> None:
+    """S82"""
     world = World()
     client, channel = world.client()
     client.hello(hello(), 60.0)
@@ -666,6 +687,7 @@ def test_no_event_is_lost_or_doubled_whatever_the_channel_loses(losses: list[boo
 
 
 def test_last_event_that_was_lost_is_noticed_by_the_next_ping(world: World) -> None:
+    """S82"""
     client, channel = world.client()
     client.hello(hello(), 1.0)
     channel.loses_in = once(TokenEvent)
@@ -751,6 +773,7 @@ def test_event_that_cannot_travel_is_refused_where_it_is_made(world: World) -> N
 
 
 def test_reply_that_comes_after_its_call_was_given_up_answers_no_other_call(world: World) -> None:
+    """S83"""
     client, _ = world.client()
     client.hello(hello(), 1.0)
     world.executes = False

@@ -43,6 +43,7 @@ def server(endpoint: str) -> Iterator[ZmqServerChannel]:
 
 
 def test_both_ends_compute_the_same_short_path() -> None:
+    """S79"""
     path = socket_path(endpoint_for("run" * 100, "trainer" * 100))
     assert path == socket_path(endpoint_for("run" * 100, "trainer" * 100))
     assert len(os.fsencode(path)) <= PATH_LIMIT_NBYTES
@@ -53,6 +54,7 @@ def test_both_ends_compute_the_same_short_path() -> None:
 def test_long_temporary_directory_still_gives_a_path_that_binds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """S79"""
     long = tmp_path / ("d" * 120)
     long.mkdir()
     monkeypatch.delenv("XDG_RUNTIME_DIR")
@@ -63,6 +65,7 @@ def test_long_temporary_directory_still_gives_a_path_that_binds(
 
 
 def test_longest_base_directory_that_is_used_still_fits_with_its_lock_file() -> None:
+    """S79"""
     with tempfile.TemporaryDirectory(dir="/tmp") as base:
         for nbytes in range(40, PATH_LIMIT_NBYTES):
             directory = Path(base) / ("x" * (nbytes - len(base)))
@@ -72,6 +75,7 @@ def test_longest_base_directory_that_is_used_still_fits_with_its_lock_file() -> 
 
 
 def test_runtime_directory_is_private_to_the_user(nothing_survives: Path) -> None:
+    """S86"""
     environ = {"XDG_RUNTIME_DIR": str(nothing_survives)}
     path = runtime_dir(environ)
     assert path.parent == nothing_survives
@@ -88,6 +92,7 @@ def test_runtime_directory_that_is_a_link_is_refused(nothing_survives: Path, tmp
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5555", "ipc://relative", "/tmp/x", f"ipc:///{'x' * 107}"])
 def test_endpoint_that_is_open_to_others_or_too_long_is_refused(endpoint: str) -> None:
+    """S79, S86"""
     with pytest.raises(TransportError, match=r"refused|107"):
         ZmqServerChannel.bind(endpoint)
     with pytest.raises(TransportError, match=r"refused|107"):
@@ -98,6 +103,7 @@ def test_endpoint_that_is_open_to_others_or_too_long_is_refused(endpoint: str) -
 
 
 def test_second_bind_is_refused_and_the_first_keeps_its_clients(server: ZmqServerChannel, endpoint: str) -> None:
+    """S80"""
     with pytest.raises(EndpointBusyError, match="owned by a living process"):
         ZmqServerChannel.bind(endpoint)
     channel = ZmqChannel.connect(endpoint)
@@ -109,6 +115,7 @@ def test_second_bind_is_refused_and_the_first_keeps_its_clients(server: ZmqServe
 
 @pytest.mark.slow
 def test_second_bind_of_another_process_is_refused(server: ZmqServerChannel, endpoint: str) -> None:
+    """S80"""
     code = f"from shmstage.transport.zmq import ZmqServerChannel; ZmqServerChannel.bind({endpoint!r})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "EndpointBusyError" in found.stderr
@@ -121,6 +128,7 @@ def test_close_leaves_neither_socket_nor_lock_file(endpoint: str) -> None:
 
 @pytest.mark.slow
 def test_path_is_free_again_after_its_owner_was_killed(endpoint: str) -> None:
+    """S85"""
     code = (
         "import os, signal; from shmstage.transport.zmq import ZmqServerChannel; "
         f"kept = ZmqServerChannel.bind({endpoint!r}); os.kill(os.getpid(), signal.SIGKILL)"
@@ -132,6 +140,7 @@ def test_path_is_free_again_after_its_owner_was_killed(endpoint: str) -> None:
 
 
 def test_socket_that_somebody_answers_on_is_left_alone(endpoint: str) -> None:
+    """S85"""
     path = socket_path(endpoint)
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
@@ -143,6 +152,7 @@ def test_socket_that_somebody_answers_on_is_left_alone(endpoint: str) -> None:
 
 
 def test_file_that_is_no_socket_is_left_alone(endpoint: str) -> None:
+    """S85"""
     path = socket_path(endpoint)
     path.write_text("precious")
     with pytest.raises(TransportError, match="is not a socket"):
@@ -152,6 +162,7 @@ def test_file_that_is_no_socket_is_left_alone(endpoint: str) -> None:
 
 
 def test_socket_of_another_user_is_left_alone(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S39, S85"""
     path = socket_path(endpoint)
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
@@ -188,17 +199,21 @@ def test_forked_child_does_not_keep_the_path_locked(endpoint: str) -> None:
 
 
 def test_every_socket_has_its_limits_set(server: ZmqServerChannel, endpoint: str) -> None:
+    """S81, S82, S83"""
     channel = ZmqChannel.connect(endpoint)
     for end in (server, channel):
         raw = end._socket.raw
         assert raw.getsockopt(zmq.LINGER) == (500 if end is server else 100)
         assert raw.getsockopt(zmq.SNDHWM) == raw.getsockopt(zmq.RCVHWM) == 1000
         assert raw.getsockopt(zmq.MAXMSGSIZE) == FRAME_LIMIT_NBYTES
+        # never PUB and SUB, which drop at the mark without a word, never REQ, which a lost reply leaves stuck
+        assert raw.getsockopt(zmq.TYPE) == (zmq.ROUTER if end is server else zmq.DEALER)
     channel.close()
 
 
 @pytest.mark.slow
 def test_close_with_frames_nobody_takes_ends_by_its_deadline(server: ZmqServerChannel, endpoint: str) -> None:
+    """S81"""
     channel = ZmqChannel.connect(endpoint)
     while channel.send(b"x" * 100_000):
         pass  # fills every buffer on the way
@@ -208,6 +223,7 @@ def test_close_with_frames_nobody_takes_ends_by_its_deadline(server: ZmqServerCh
 
 
 def test_channel_that_nobody_closed_does_not_hang_the_collector(endpoint: str) -> None:
+    """S81"""
     def forget() -> None:
         kept = [ZmqServerChannel.bind(endpoint), ZmqChannel.connect(endpoint)]
         kept[1].send(b"frame")  # type: ignore[union-attr, call-arg]
@@ -286,6 +302,7 @@ def test_channel_keeps_its_name_over_a_server_restart(endpoint: str) -> None:
 
 
 def test_only_endpoints_of_the_dead_are_cleared(nothing_survives: Path) -> None:
+    """S85"""
     alive, dead, gone = (nothing_survives / name for name in ("alive", "dead", "gone"))
     lock = EndpointLock(alive)
     dead.with_name("dead.lock").touch()

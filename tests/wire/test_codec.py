@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -59,6 +60,7 @@ EXAMPLES: list[Message] = [
 
 
 def test_every_message_survives_the_journey() -> None:
+    """S91"""
     assert {type(message) for message in EXAMPLES} == set(get_args(Message))
     for message in EXAMPLES:
         assert decode(encode(message)) == message
@@ -100,6 +102,7 @@ def test_handle_survives_the_journey() -> None:
     ],
 )
 def test_handle_out_of_range_is_refused_at_both_ends(change: dict[str, Any]) -> None:
+    """S75, S91"""
     values = {field.name: getattr(LARGEST, field.name) for field in fields(Handle)} | change
     with pytest.raises(ProtocolError, match=f"handle.{next(iter(change))}"):
         handle_to_wire(Handle(**values))
@@ -130,6 +133,7 @@ def test_handle_out_of_range_is_refused_at_both_ends(change: dict[str, Any]) -> 
     ],
 )
 def test_encoder_refuses_what_would_not_arrive_as_it_was(value: object) -> None:
+    """S77, S90"""
     with pytest.raises(ProtocolError, match="Request"):
         encode(Request(1, 1, 1, "info", {"value": value}))
 
@@ -140,12 +144,20 @@ def test_refusal_names_the_place() -> None:
 
 
 def test_oversize_message_names_its_largest_field_and_the_limit() -> None:
+    """S92"""
     with pytest.raises(ProtocolError, match=f"'arguments'; the frame limit is {FRAME_LIMIT_NBYTES}"):
         encode(Request(1, 1, 1, "save_checkpoint", {"state": b"x" * FRAME_LIMIT_NBYTES}))
-    assert encode(Request(1, 1, 1, "save_checkpoint", {"state": b"x" * 999}), limit_nbytes=1200)
+    large = Request(1, 1, 1, "save_checkpoint", {"state": b"x" * 999})
+    with pytest.raises(ProtocolError, match="'arguments'; the frame limit is 900"):
+        encode(large, limit_nbytes=900)
+    frame = encode(large, limit_nbytes=1200)
+    with pytest.raises(ProtocolError, match="the limit is 900"):
+        decode(frame, limit_nbytes=900)
+    assert decode(frame, limit_nbytes=1200) == large
 
 
 def test_oversize_frame_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S88"""
     monkeypatch.setattr(msgpack, "unpackb", lambda *_, **__: pytest.fail("parsed"))
     with pytest.raises(ProtocolError, match="the limit is"):
         decode(b"\xc0" * (FRAME_LIMIT_NBYTES + 1))
@@ -153,8 +165,15 @@ def test_oversize_frame_is_refused_before_it_is_parsed(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("header", [b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"])
 def test_five_bytes_that_claim_gigabytes_are_refused(header: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        decode(header + b"\xff\xff\xff\xff")
+    """S88: and a list of them is not made beforehand."""
+    tracemalloc.start()
+    try:
+        for claim in (b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\0\xff\xff\xff"):
+            with pytest.raises(ProtocolError):
+                decode(header + claim)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def _raw(**changes: Any) -> bytes:
@@ -201,6 +220,7 @@ def _nested(depth: int, leaf: Any) -> Any:
     ],
 )
 def test_hostile_frame_is_refused_with_its_reason(frame: bytes, reason: str) -> None:
+    """S90, S91"""
     with pytest.raises(ProtocolError, match=reason):
         decode(frame)
 
@@ -258,6 +278,7 @@ def test_any_damaged_message_is_a_message_or_a_protocol_error(message: Message, 
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(max_size=4), _PLAIN, max_size=4))
 def test_what_the_encoder_takes_the_decoder_gives_back(arguments: dict[str, Any]) -> None:
+    """S90"""
     message = Request(1, 1, 1, "info", arguments)
     try:
         frame = encode(message)

@@ -1,0 +1,256 @@
+"""``shmstage budget``: what a run would need, in bytes, against what this machine (or a given limit) leaves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import get_args
+
+from shmstage.budget.bounds import bounds_from
+from shmstage.budget.bundle_facts import bundle_facts
+from shmstage.budget.fields import MANDATORY_WORDS, MicrobatchFields, words
+from shmstage.budget.formula import Inputs, Platform
+from shmstage.budget.inputs import fields_of_bundle, inputs_of
+from shmstage.budget.platform import platform_here
+from shmstage.budget.report import Report, as_json, print_report, report_on
+from shmstage.budget.sizes import in_words, parse_size
+from shmstage.errors import SettingsError
+from shmstage.launch.command import CommandParser, json_on_failure
+from shmstage.launch.run_command import add_settings, resolve_args
+from shmstage.launch.run_directory import DEMO_SOURCE, completed
+from shmstage.packing.fields import late_fields
+from shmstage.packing.routing import ROUTING_ENCODINGS
+from shmstage.settings import Resolved
+
+#: launcher, orchestrator and a trainer that has imported jax, optax and orbax: measured with the demo, rounded up
+PROCESS_NBYTES = 650_000_000
+LOW_HEADROOM = 4
+OF_THE_BUNDLE = ("layers", "top_k", "experts", "word_fields")
+
+
+def main(argv: Sequence[str]) -> int:
+    with json_on_failure("--json" in argv):
+        return _main(argv)
+
+
+def _main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    if args.live is not None:
+        if args.limit or args.device_memory or args.strict:
+            raise SettingsError("--live judges nothing; --limit, --device-memory and --strict are of no use there")
+        from shmstage.operate.budget_live import show_live
+
+        return show_live(args.live, args)
+    resolved = resolve_args(args)
+    resolved = Resolved(completed(resolved.settings), resolved.origins)
+    inputs, assumed = inputs_from(args, resolved)
+    report = report_on(inputs, bounds_from(args.limit or [], args.device_memory), assumed)
+    if args.json:
+        said = as_json(report)
+        print(json.dumps({**said, **({"origins": origins(args, resolved, inputs)} if args.explain else {})}))
+    else:
+        _print(report, origins(args, resolved, inputs) if args.explain else None)
+    return exit_code(report, strict=args.strict)
+
+
+def exit_code(report: Report, *, strict: bool) -> int:
+    """0 fits · 1 does not · 4 fits, but with less than a tenth to spare (only if that was asked about)."""
+    if report.judgement.verdict == "does not fit":
+        return 1
+    return LOW_HEADROOM if strict and report.judgement.verdict == "low headroom" else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="shmstage budget",
+        description="What a run needs at steady state, at a checkpoint and at a restart, and whether it fits. Takes "
+        "the settings of `shmstage run`; nothing is allocated.",
+    )
+    add_settings(parser)
+    group = parser.add_argument_group("what the settings do not say")
+    size = "bytes, or with a unit: 10GB, 64MiB"
+    group.add_argument("--layers", type=int, metavar="N", help="layers whose routing is carried; unset: no routing")
+    group.add_argument("--top-k", type=int, metavar="N", help="experts per token and layer")
+    group.add_argument("--experts", type=int, metavar="N", help="experts to choose from")
+    group.add_argument("--routing-encoding", choices=ROUTING_ENCODINGS, help="how routing lies in a slot")
+    group.add_argument("--fill", metavar="PART", help="real tokens / (rows x tokens), above 0 to 1 (default 1)")
+    group.add_argument(
+        "--word-fields", type=int, metavar="N", help=f"4-byte fields per token (default {MANDATORY_WORDS} or as needed)"
+    )
+    group.add_argument("--param-bytes", metavar="SIZE", help=f"parameters on one host, {size}")
+    group.add_argument("--optimizer-bytes", metavar="SIZE", help="optimizer state (default: twice the parameters)")
+    group.add_argument("--platform", choices=get_args(Platform), help="where the trainer computes (default: as here)")
+    group.add_argument("--hosts", type=int, metavar="N", help="hosts that share the rows (default 1)")
+    group.add_argument("--replay", action="store_true", help="the engine replays micro-batches that overflowed")
+    group = parser.add_argument_group("limits and output")
+    group.add_argument("--device-memory", metavar="SIZE", help=f"memory of one host's devices together, {size}")
+    group.add_argument(
+        "--limit", action="append", metavar="[KIND=]SIZE",
+        help="instead of all limits found here, or of those of one kind: mount=, cgroup= or ram=; can be repeated",
+    )  # fmt: skip
+    group.add_argument("--strict", action="store_true", help=f"less than a tenth to spare is exit {LOW_HEADROOM}")
+    group.add_argument("--explain", action="store_true", help="also say where each value came from, and each formula")
+    group.add_argument("--json", action="store_true", help="print one JSON object on stdout, sizes in bytes")
+    group.add_argument("--live", metavar="RUN", help="beside the forecast, what a run (OUT, id or prefix) uses now")
+    return parser
+
+
+def inputs_from(args: argparse.Namespace, resolved: Resolved) -> tuple[Inputs, list[str]]:
+    """The formula's input and, in words, what in it was assumed. Raises ``SettingsError``, ``BundleError``."""
+    settings = resolved.settings
+    assumed: list[str] = []
+    fields = _fields(args, resolved, assumed)
+    evaluation, evaluation_nbytes = None, 0
+    if settings.eval_bundle is not None:
+        facts = bundle_facts(settings.eval_bundle)
+        evaluation, evaluation_nbytes = fields_of_bundle(facts, encoding=fields.encoding), facts.nbytes
+    inputs = replace(
+        inputs_of(settings, fields, evaluation),
+        fill=_fill(args.fill),
+        hosts=_at_least("hosts", args.hosts, 1) if args.hosts is not None else 1,
+        replay=args.replay,
+        journaled=bool(settings.source) and settings.source != DEMO_SOURCE,
+        process_nbytes=PROCESS_NBYTES,
+        platform=_platform(args, assumed),
+    )
+    params, optimizer = _state(args, assumed)
+    inputs = replace(inputs, param_nbytes=params, optimizer_nbytes=optimizer)
+    if settings.bundle is not None:
+        inputs = replace(inputs, held_input_nbytes=bundle_facts(settings.bundle).nbytes + evaluation_nbytes)
+    elif evaluation_nbytes:
+        inputs = replace(inputs, process_nbytes=inputs.process_nbytes + evaluation_nbytes)
+    _note_assumptions(args, inputs, assumed)
+    return inputs, assumed
+
+
+def _fields(args: argparse.Namespace, resolved: Resolved, assumed: list[str]) -> MicrobatchFields:
+    settings = resolved.settings
+    late, encoding = late_fields(settings), args.routing_encoding or "dense"
+    if settings.bundle is not None:
+        for name in OF_THE_BUNDLE:
+            if getattr(args, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise SettingsError(f"{flag} {getattr(args, name)}: the bundle {settings.bundle} says it; drop {flag}")
+        return fields_of_bundle(bundle_facts(settings.bundle), late, encoding)
+    if args.word_fields is None:
+        assumed.append(
+            f"word_fields = {MANDATORY_WORDS}: the mandatory fields and those the settings ask for; a bundle "
+            "(--bundle) would say it exactly, --word-fields sets it"
+        )
+    optional, extra = words(args.word_fields if args.word_fields is not None else MANDATORY_WORDS)
+    layers, top_k, experts = _routing(args)
+    if not layers:
+        assumed.append("no routing is carried; --layers, --top-k and --experts say otherwise")
+    return MicrobatchFields(optional, layers, top_k, experts, late, extra, encoding)
+
+
+def _routing(args: argparse.Namespace) -> tuple[int, int, int]:
+    if args.layers is None and args.top_k is None:
+        if args.experts is not None or args.routing_encoding not in (None, "dense"):
+            raise SettingsError("--experts and --routing-encoding are about routing; give --layers and --top-k, too")
+        return 0, 0, 0
+    if args.layers is None or args.top_k is None:
+        raise SettingsError("routing has layers and a top-k; give both --layers and --top-k")
+    experts = _at_least("experts", args.experts, 1) if args.experts is not None else 0
+    if experts and args.top_k > experts:
+        raise SettingsError(f"--top-k {args.top_k} of --experts {experts}; a token cannot choose more than there are")
+    return _at_least("layers", args.layers, 1), _at_least("top-k", args.top_k, 1), experts
+
+
+def _state(args: argparse.Namespace, assumed: list[str]) -> tuple[int, int]:
+    """Bytes of parameters and optimizer state."""
+    if args.param_bytes is None:
+        if args.optimizer_bytes is not None:
+            raise SettingsError("--optimizer-bytes without --param-bytes; give both")
+        assumed.append("no parameters are counted; --param-bytes says how many bytes they have on one host")
+        return 0, 0
+    params = parse_size(args.param_bytes, "param_bytes")
+    assumed.append("parameters are float32: gradients and their sums take as many bytes")
+    if args.optimizer_bytes is None:
+        assumed.append("the optimizer keeps two numbers per parameter, as Adam does; --optimizer-bytes sets it")
+        return params, 2 * params
+    return params, parse_size(args.optimizer_bytes, "optimizer_bytes")
+
+
+def _platform(args: argparse.Namespace, assumed: list[str]) -> Platform:
+    if args.platform == "cpu" and args.device_memory is not None:
+        raise SettingsError("--device-memory is about an accelerator's memory; drop it or use --platform accelerator")
+    if args.platform is None:
+        if args.device_memory is not None:
+            return "accelerator"
+        found = platform_here(os.environ)
+        assumed.append(f"platform = {found}: as it looks here; --platform sets it")
+        return found
+    platform: Platform = args.platform
+    return platform
+
+
+def _fill(text: str | None) -> Fraction:
+    if text is None:
+        return Fraction(1)
+    try:
+        fill = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise SettingsError(f"--fill {text[:80]!r} is no number; give a part above 0, up to 1") from None
+    if not 0 < fill <= 1:
+        raise SettingsError(f"--fill {text[:80]}: give a part above 0, up to 1")
+    return fill
+
+
+def _at_least(name: str, value: int, least: int) -> int:
+    if not least <= value <= 1 << 20:
+        raise SettingsError(f"--{name} {value}: give {least} to {1 << 20}")
+    return value
+
+
+def _note_assumptions(args: argparse.Namespace, inputs: Inputs, assumed: list[str]) -> None:
+    if args.fill is None and not inputs.held_input_nbytes:
+        assumed.append("fill = 1: every token is real; --fill sets it")
+    elif inputs.fields.has_routing and inputs.fields.encoding != "dense" and not inputs.max_real_tokens:
+        assumed.append(f"max_real_tokens = {inputs.capacity}, as --fill says: a run needs it for slots of that size")
+    if not inputs.held_input_nbytes:
+        assumed.append("the trajectories of two steps are held; larger batches of a source only max_held_bytes stops")
+    if inputs.hosts > 1:
+        assumed.append(f"{inputs.host_rows} of {inputs.rows} rows per host; every node holds all trajectories")
+    if inputs.journaled:
+        assumed.append("the source cannot be replayed, so it is journaled")
+    assumed.append(
+        f"activations, compiled programs and what plug-ins keep are not counted; the processes take "
+        f"{in_words(PROCESS_NBYTES)}"
+    )
+
+
+def origins(args: argparse.Namespace, resolved: Resolved, inputs: Inputs) -> dict[str, dict[str, object]]:
+    """Every value and where it came from."""
+    values = json.loads(resolved.settings.model_dump_json())
+    found = {key: {"value": value, "origin": resolved.origins[key]} for key, value in values.items()}
+    fields, bundle = inputs.fields, resolved.settings.bundle
+    taken: dict[str, object] = {
+        "layers": fields.layers, "top_k": fields.top_k, "experts": fields.experts,
+        "word_fields": sum(len(field.shape) == 2 for field in fields.layout(1, 1).fields),
+        "routing_encoding": fields.encoding, "fill": str(inputs.fill), "platform": inputs.platform,
+        "param_bytes": inputs.param_nbytes, "optimizer_bytes": inputs.optimizer_nbytes, "hosts": inputs.hosts,
+        "replay": inputs.replay, "device_memory": args.device_memory, "limit": args.limit,
+    }  # fmt: skip
+    for name, value in taken.items():
+        origin = f"bundle {bundle}" if bundle is not None and name in OF_THE_BUNDLE else "assumed"
+        given = getattr(args, name) not in (None, False)
+        found[name] = {"value": value, "origin": "--" + name.replace("_", "-") if given else origin}
+    return found
+
+
+def _print(report: Report, shown: Mapping[str, Mapping[str, object]] | None) -> None:
+    from shmstage.launch.progress import PatientConsole
+
+    if shown is not None:
+        width = max(map(len, shown))
+        for key, item in shown.items():
+            sys.stdout.write(f"{key:<{width}}  {json.dumps(item['value']):<28}  {item['origin']}\n")
+    # tables are cut to a terminal's width; a file or a pipe has none
+    console = PatientConsole(width=None if sys.stdout.isatty() else 200)
+    print_report(report, console, explain=shown is not None)

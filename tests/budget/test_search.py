@@ -1,0 +1,173 @@
+"""The most that fits, and what would make it fit: for any run and any limit, every answer holds."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+import budget_making
+from budget_making import GOLDEN, ROUTED, small
+
+from shmstage.budget.fields import MicrobatchFields
+from shmstage.budget.formula import Inputs, forecast
+from shmstage.budget.report import as_json, report_on
+from shmstage.budget.search import LEAST, MOST, apply, fits, most_that_fits, suggestions
+from shmstage.budget.verdict import Bound, judge
+from shmstage.settings import Settings
+
+ENCODINGS = ("dense", "ragged", "ragged_packed")
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Inputs:
+    routed = draw(st.booleans())
+    layers, top_k, experts = (draw(st.integers(1, 60)), draw(st.integers(1, 8)), draw(st.integers(8, 512)))
+    fields = MicrobatchFields(
+        optional=frozenset(draw(st.sets(st.sampled_from(["returns", "old_values"])))),
+        layers=layers if routed else 0, top_k=top_k if routed else 0, experts=experts if routed else 0,
+        encoding=draw(st.sampled_from(ENCODINGS)) if routed else "dense",
+    )  # fmt: skip
+    return Inputs(
+        rows=draw(st.integers(1, 300)), tokens=draw(st.integers(2, 70_000)), fields=fields,
+        fill=Fraction(draw(st.integers(1, 100)), 100), slots=draw(st.integers(2, 9)), aux_slots=draw(st.integers(0, 3)),
+        device_buffers=draw(st.integers(2, 4)), weight_sync=draw(st.booleans()),
+        max_real_tokens=draw(st.sampled_from([0, 1000, 1 << 20])), param_nbytes=draw(st.integers(0, 1 << 30)),
+        hosts=draw(st.integers(1, 4)), platform=draw(st.sampled_from(["cpu", "accelerator"])),
+        journaled=draw(st.booleans()), replay=draw(st.booleans()),
+    )  # fmt: skip
+
+
+@st.composite
+def runs_and_bounds(draw: st.DrawFn) -> tuple[Inputs, list[Bound]]:
+    """Limits from far too small to far too large, on either side of what is needed."""
+    inputs = draw(runs())
+    need = forecast(inputs).total("restart", "shm", "host", "device")
+    part = st.integers(1, 400)
+    bounds = [Bound("ram", "ram", need * draw(part) // 100), Bound("mount", "mount", need * draw(part) // 100)]
+    return inputs, [*bounds, Bound("device", "device", need * draw(part) // 100)][: draw(st.integers(1, 3))]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(runs_and_bounds())
+@pytest.mark.slow
+def test_every_suggestion_holds_and_one_more_than_the_most_does_not(case: tuple[Inputs, list[Bound]]) -> None:
+    inputs, bounds = case
+    verdict = judge(forecast(inputs), bounds).verdict
+    for name in ("slots", "rows", "tokens"):
+        most = most_that_fits(inputs, bounds, name)
+        if most:
+            assert fits(replace(inputs, **{name: most}), bounds)
+        if most < MOST[name]:
+            assert not fits(replace(inputs, **{name: max(most + 1, LEAST[name])}), bounds)
+        assert (most >= getattr(inputs, name)) == (verdict != "does not fit")
+    found = suggestions(inputs, bounds)
+    assert not found or verdict != "fits"
+    for suggestion in found:
+        judged = judge(forecast(apply(inputs, suggestion.change)), bounds)
+        assert judged.verdict == suggestion.verdict != "does not fit"
+        assert judged.binding.headroom_nbytes == suggestion.headroom_nbytes >= 0
+        if verdict == "low headroom":
+            assert judged.verdict == "fits"
+        for key, value in suggestion.change.items():
+            if key in ("rows", "tokens", "slots", "aux_slots", "device_buffers"):
+                assert value < getattr(inputs, key)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(runs_and_bounds())
+@pytest.mark.slow
+def test_who_could_fit_with_the_least_of_everything_gets_a_suggestion(case: tuple[Inputs, list[Bound]]) -> None:
+    inputs, bounds = case
+    least = replace(inputs, rows=1, tokens=2, slots=2, aux_slots=0, device_buffers=2, weight_sync=False)
+    if judge(forecast(inputs), bounds).verdict == "does not fit" and fits(replace(least, rows=1), bounds):
+        smaller = replace(least, rows=inputs.rows), replace(least, tokens=inputs.tokens)
+        if any(fits(each, bounds) for each in smaller):
+            assert suggestions(inputs, bounds)
+
+
+def test_the_golden_run_on_too_small_a_machine_is_told_what_fits() -> None:
+    inputs = Inputs(**GOLDEN, fields=ROUTED)
+    need = forecast(inputs).total("steady", "shm", "host")
+    report = report_on(inputs, budget_making.given(need - 1))
+    texts = [suggestion.text for suggestion in report.suggestions]
+    assert "routing_encoding = ragged_packed" in texts
+    assert any(text.startswith("rows = ") for text in texts)
+    assert report.most["slots"] == 2
+    assert report.most["rows"] == 63
+
+
+def test_one_setting_is_suggested_where_one_is_enough() -> None:
+    inputs = small(slots=6)
+    found = suggestions(inputs, budget_making.given(forecast(inputs).total("steady", "shm", "host") * 9 // 10))
+    assert found
+    assert all(len(suggestion.change) == 1 for suggestion in found)
+
+
+def test_several_are_suggested_where_one_is_not() -> None:
+    inputs = small(rows=1, tokens=2, slots=9, aux_slots=3, device_buffers=8)
+    least = {"slots": 2, "aux_slots": 0, "device_buffers": 2}
+    bounds = budget_making.given(forecast(replace(inputs, **least)).total("steady", "shm", "host"))
+    (found,) = suggestions(inputs, bounds)
+    assert found.change == least
+    assert found.headroom_nbytes == 0
+
+
+def test_where_that_is_not_enough_it_is_that_with_fewer_rows() -> None:
+    # 4096 slots of a single page are too many, and 2 slots of 64 rows too large
+    inputs = Inputs(rows=64, tokens=4096, slots=4096, aux_slots=0)
+    bounds = [Bound("mount", "mount", 10_000_000)]
+    assert [most_that_fits(inputs, bounds, name) for name in ("rows", "tokens", "slots")] == [0, 0, 0]
+    (found,) = suggestions(inputs, bounds)
+    assert found.change.keys() == {"slots", "rows"}
+    assert found.change["slots"] == 2
+    assert fits(apply(inputs, found.change), bounds)
+
+
+def test_an_encoding_is_suggested_with_the_limit_that_makes_slots_smaller() -> None:
+    inputs = Inputs(**GOLDEN, fields=ROUTED, fill=Fraction(1, 4))
+    need = forecast(inputs).total("steady", "shm", "host")
+    change = suggestions(inputs, budget_making.given(need * 8 // 10))[0].change
+    assert change == {"routing_encoding": "ragged_packed", "max_real_tokens": 64 * 65536 // 4}
+
+
+def test_what_fits_well_needs_no_suggestion_and_what_never_fits_gets_none() -> None:
+    assert suggestions(small(), budget_making.given(10**12)) == []
+    assert suggestions(small(param_nbytes=10**9), budget_making.given(10**6)) == []
+    assert most_that_fits(small(param_nbytes=10**9), budget_making.given(10**6), "rows") == 0
+
+
+def test_slots_are_not_promised_beyond_what_a_setting_may_say() -> None:
+    """The most is bounded by the settings, too: 4096 slots, 2**20 rows."""
+    assert most_that_fits(small(), budget_making.given(1 << 62), "slots") == 4096
+    assert most_that_fits(small(), budget_making.given(1 << 62), "rows") == 1 << 20
+
+
+def test_the_least_and_the_most_are_those_of_the_settings() -> None:
+    for name in LEAST:
+        Settings(**{name: LEAST[name]})
+        Settings(**{name: MOST[name]})
+        for beyond in (LEAST[name] - 1, MOST[name] + 1):
+            with pytest.raises(ValueError, match=name):
+                Settings(**{name: beyond})
+
+
+def test_the_json_of_a_report_has_its_fixed_keys_and_whole_bytes() -> None:
+    """L3: every size in it is an integer number of bytes."""
+    found = as_json(report_on(Inputs(**GOLDEN, fields=ROUTED), budget_making.given(10**12), ["nothing"]))
+    fixed = {"needs", "fields", "totals", "limits", "binding", "verdict", "most", "suggestions", "assumed"}
+    assert fixed <= found.keys()
+    assert {"slot_payload", "slot", "pool"} <= found["needs"].keys()
+    assert {"name", "dtype", "shape", "nbytes", "share"} == found["fields"][0].keys()
+    assert found["totals"].keys() == {"steady", "checkpoint", "restart"}
+    assert all(scopes.keys() == {"shm", "host", "device", "disk"} for scopes in found["totals"].values())
+    assert found["most"].keys() == {"slots", "rows"}
+    sizes = [*found["needs"].values(), *(v for scopes in found["totals"].values() for v in scopes.values())]
+    assert all(type(size) is int for size in sizes)
+    assert sum(field["share"] for field in found["fields"]) == pytest.approx(1, abs=1e-5)

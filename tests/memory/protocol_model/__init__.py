@@ -1,0 +1,1 @@
+"""The slot protocol of ``native/slots.cpp`` and ``native/cells.cpp`` as explicit state machines, walked to the end."""

@@ -1,0 +1,59 @@
+"""``make native-sanitize`` as a test: the drivers are clean, and every seeded fault is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).parents[2] / "native" / "sanitize" / "run.py"
+NOT_HERE = 2
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("driver", ["slots", "cells", "bytes"])
+def test_the_native_core_is_clean_and_seeded_faults_are_reported(driver: str) -> None:
+    """S60, S75: races, overruns, use after free and undefined behaviour in the native core."""
+    done = subprocess.run(
+        [sys.executable, str(RUN), "--json", "--jobs", "2", "--only", driver], capture_output=True, text=True,
+        timeout=560,
+    )  # fmt: skip
+    if done.returncode == NOT_HERE and not os.environ.get("CI"):
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    checks = json.loads(done.stdout)["checks"]
+    assert all(check["want"] == check["got"] for check in checks)
+    assert {bool(check["fault"]) for check in checks} == {True, False}
+
+
+def test_a_driver_that_fails_makes_the_run_fail(tmp_path: Path) -> None:
+    """The runner itself: with a compiler whose programs say nothing, seeded faults count as missed."""
+    silent = tmp_path / "silent"
+    silent.write_text(
+        "#!/bin/sh\n"
+        'while [ $# -gt 1 ]; do [ "$1" = -o ] && out=$2; shift; done\n'
+        'printf "#!/bin/sh\\nexit 0\\n" > "$out"; chmod +x "$out"\n'
+    )
+    silent.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, str(RUN), "--json", "--only", "cells"], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "CXX": str(silent)},
+    )  # fmt: skip
+    assert done.returncode == 1
+    found = {(bool(check["fault"]), check["got"]) for check in json.loads(done.stdout)["checks"]}
+    assert found == {(False, "clean"), (True, "missed")}
+
+
+def test_an_unknown_sanitizer_is_refused_by_the_build() -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext"], capture_output=True, text=True, timeout=60,
+        cwd=RUN.parents[2], env={**os.environ, "SHMSTAGE_SANITIZE": "memory"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "SHMSTAGE_SANITIZE=memory: expected one of address, thread, undefined" in done.stderr
