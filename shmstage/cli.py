@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -49,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         code: int = importlib.import_module(COMMANDS[name][0]).main(arguments[1:])
+        sys.stdout.flush()
         return code
     except ShmstageError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -56,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read our output has had enough, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered must not raise again at exit
+        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

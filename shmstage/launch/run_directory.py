@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import shutil
@@ -16,6 +15,7 @@ from typing import Any
 from shmstage.errors import InputError, SettingsError, named, shown
 from shmstage.events import failure_path, read_json
 from shmstage.memory.identity import PeerWatch
+from shmstage.memory.locks import lock_exclusively
 from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, list_objects
 from shmstage.memory.sweep import sweep
 from shmstage.orchestrator.beginning import NAME as BEGUN
@@ -120,10 +120,8 @@ def _locked(settings: Settings, out: Path) -> Iterator[None]:
     except OSError as error:
         raise SettingsError(f"out = {out}: {error.strerror}; choose a directory that can be written") from None
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SettingsError(f"out = {out} is in use by a living run; choose another --out") from None
+        if not lock_exclusively(lock):
+            raise SettingsError(f"out = {out} is in use by a living run; choose another --out")
         _prepare(settings, out)
         yield
     finally:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import final
 
 from shmstage.errors import EndpointBusyError, TransportError
+from shmstage.memory.locks import lock_exclusively
 
 _held: weakref.WeakSet[EndpointLock] = weakref.WeakSet()
 
@@ -50,14 +51,12 @@ class EndpointLock:
                 fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except OSError as error:
                 raise TransportError(f"cannot open {self._lock_path}: {error.strerror}") from error
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            if not lock_exclusively(fd):
                 os.close(fd)
                 raise EndpointBusyError(
                     f"{self._socket_path} is owned by a living process (it holds {self._lock_path}); "
                     "stop that run or choose another run id"
-                ) from error
+                )
             # The owner before us removes the file when it leaves: a lock on a removed file protects nothing.
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(self._lock_path).st_ino == os.fstat(fd).st_ino:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -101,3 +102,15 @@ def test_options_that_nobody_knows_are_one_line(capsys: pytest.CaptureFixture[st
         "SettingsError: unrecognized arguments: --no-such-flag; `shmstage run --help` lists all options\n"
     )
     assert said.out == ""
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_had_enough_ends_the_command_without_a_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "shmstage.cli", "budget", "--limit", "1TB", "--json"], stdout=writer, timeout=60,
+        stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
