@@ -58,6 +58,7 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
             incarnation=server.incarnation,
             timeout_s=WORKER_PATIENCE * settings.call_timeout_s,
             cancelled=lambda: server.hello_waiting or ending.is_due(),
+            numa=settings.numa,
         )
         stack.callback(worker.close)
         while not worker.finished and not ending.is_due():

@@ -19,6 +19,7 @@ from shmstage.memory.handle import Handle
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.layout import Layout, dtype_name
 from shmstage.memory.pool import Pool
+from shmstage.memory.reservation import Numa
 from shmstage.trainer.host_copy import copy_to
 from shmstage.wire.handles import handle_to_wire
 
@@ -33,10 +34,11 @@ class WeightsPool:
     ``publish`` is called by one thread, the rest by any.
     """
 
-    def __init__(self, run_id: str, incarnation: int, identity: ProcessIdentity) -> None:
+    def __init__(self, run_id: str, incarnation: int, identity: ProcessIdentity, *, numa: Numa = "default") -> None:
         self._run_id = run_id
         self._incarnation = incarnation
         self._identity = identity
+        self._numa = numa
         self._pool: Pool | None = None
         self._published: dict[int, Handle] = {}
         self._lock = threading.Lock()
@@ -117,8 +119,9 @@ class WeightsPool:
             if self._pool is None:
                 # its one consumer ends no lease: a version stays published until it is withdrawn
                 self._pool = Pool.create(
-                    self._run_id, epoch=self._incarnation, layouts=[layout], slots=BUFFERS, identity=self._identity
-                )
+                    self._run_id, epoch=self._incarnation, layouts=[layout], slots=BUFFERS, identity=self._identity,
+                    numa=self._numa,
+                )  # fmt: skip
             return self._pool
 
     def _free_place(self, pool: Pool, version: int, deadline: float) -> int:

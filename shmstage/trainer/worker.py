@@ -18,6 +18,7 @@ import jax
 from shmstage.errors import CheckpointError, EngineError, PeerRestartedError, PoolError, ProtocolError, ShmstageError
 from shmstage.events import JsonLines
 from shmstage.memory.identity import ProcessIdentity
+from shmstage.memory.reservation import Numa
 from shmstage.trainer.aliasing import nudge
 from shmstage.trainer.arguments import Arguments, for_the_record
 from shmstage.trainer.attachment import Attachment
@@ -61,6 +62,7 @@ class Worker:
         incarnation: int = 1,
         timeout_s: float = 600.0,
         cancelled: Callable[[], bool] = lambda: False,
+        numa: Numa = "default",
         clock_ns: Callable[[], int] = time.monotonic_ns,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
@@ -68,6 +70,7 @@ class Worker:
         self._waits_for_snapshots = not getattr(engine, "snapshots", True)
         self._identity = identity
         self._incarnation = incarnation
+        self._numa = numa
         self._timeout_s = timeout_s
         self._clock_ns = clock_ns
         self._wall_s = wall_s
@@ -241,7 +244,7 @@ class Worker:
             if self._identity is None:
                 raise EngineError("prepare_weight_sync: this worker was made without an identity to own a pool with")
             run_id = self._stepper.attachment.run_id
-            self._weights = WeightsPool(run_id, self._incarnation, self._identity)
+            self._weights = WeightsPool(run_id, self._incarnation, self._identity, numa=self._numa)
         pool, weights = self._weights, self._engine.weights()
         # from now on, not from when its turn comes: the update that waits for this copy has a deadline of its own, and
         # would say less about who is to blame

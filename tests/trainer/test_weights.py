@@ -8,6 +8,7 @@ import pytest
 from trainer.rig import RUN, Rig, rigged
 
 from shmstage.errors import StaleHandleError, TrainerError
+from shmstage.memory.inspect import read_pools
 from shmstage.memory.layout import Layout
 from shmstage.memory.reader import Lease, PoolReader
 from shmstage.testing.engines import MemoryStore, ToyEngine
@@ -51,6 +52,13 @@ def test_published_weights_are_those_of_the_update_before() -> None:
         assert not np.array_equal(want["w"], np.asarray(rig.engine.weights()["w"]))
         lease.end()
         reader.close()
+
+
+def test_the_weights_pool_is_spread_over_the_nodes_as_the_other_one_is() -> None:
+    """S33"""
+    with rigged(numa="interleave") as rig:
+        pool = sync(rig, 1)["pool"].strip("/")
+        assert [found.numa for found in read_pools(RUN) if found.name == pool] == ["interleaved"]
 
 
 def test_a_released_version_is_stale_for_its_readers() -> None:
