@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 from command_line import finish, pids, run_json, start, wait_for_step, wait_until_gone
 from test_budget_command import needs_mounts, run_real
 

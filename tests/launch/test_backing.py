@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from command_line import run_json
 
 from shmstage.memory.reservation import huge_option

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from command_line import finish, is_running, living_pid, start, wait_for_step, wait_until
 
 from shmstage.memory import pool

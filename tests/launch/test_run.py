@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from command_line import finish, is_running, pids, run_json, start, wait_for_step, wait_until_gone
 
 pytestmark = pytest.mark.slow
