@@ -23,7 +23,7 @@ from typing import IO, Any
 import numpy as np
 
 from shmstage import Consumer, Producer
-from shmstage.memory.names import SHM_DIR, list_objects
+from shmstage.memory.names import SHM_DIR, list_objects, new_name
 
 ARMS = ("consumer", "double_buffer")
 DOUBLE_BUFFER_SHARE = 40
@@ -32,6 +32,7 @@ SAMPLE_EVERY = 8
 #: what counts as flat: an allocator may keep a few pages more, a leak of 16 bytes a hand-off is 3.2 MB in 200,000
 LIMITS = {"rss_growth_bytes": 1_500_000, "fd_growth": 0, "shm_growth": 0}
 PAUSE_DEADLINE_S = 600.0
+LEAK_NBYTES = 16384
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,25 @@ def pause(said: object) -> None:
         sys.exit("the bench that started this process is gone")
 
 
-def produce(name: str, counts: list[int], payload: int) -> None:
+class Leak:
+    """What a broken producer would keep at every hand-off; with it the bench proves that it would notice."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        self._kind, self._name = kind, name
+        self._kept: list[object] = []
+
+    def drip(self) -> None:
+        if self._kind == "memory":
+            self._kept.append(np.ones(LEAK_NBYTES, np.uint8))
+        elif self._kind == "fd":
+            self._kept.append(os.open(os.devnull, os.O_RDONLY))
+        elif self._kind == "shm":
+            Path(SHM_DIR, new_name(self._name)).write_bytes(bytes(4096))
+
+
+def produce(name: str, counts: list[int], payload: int, leak: str) -> None:
     words = payload // 4
+    leaking = Leak(leak, name)
     with Producer(name, {"words": ("int32", (words,))}, slots=3) as producer:
         number = 0
         for count in counts:
@@ -74,6 +92,7 @@ def produce(name: str, counts: list[int], payload: int) -> None:
                 with producer.acquire() as slot:
                     slot.views["words"][...] = number
                     slot.publish(step=time.monotonic_ns(), index=number)
+                leaking.drip()
             pause({})
 
 
@@ -128,8 +147,9 @@ def consume_with_double_buffer(name: str, counts: list[int]) -> None:
 class Process:
     """One of the two, as seen from here."""
 
-    def __init__(self, role: str, name: str, counts: list[int], payload: int) -> None:
+    def __init__(self, role: str, name: str, counts: list[int], payload: int, leak: str) -> None:
         command = [sys.executable, __file__, "--role", role, "--name", name, "--payload", str(payload)]
+        command += ["--leak", leak] if leak else []
         self._process = subprocess.Popen(
             [*command, "--counts", *map(str, counts)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -161,10 +181,14 @@ class Process:
         self._process.wait()
 
 
-def run_arm(arm: str, handoffs: int, payload: int) -> dict[str, Any]:
-    name = f"soak-{arm}-{os.getpid()}"
+def run_name(arm: str) -> str:
+    return f"soak-{arm}-{os.getpid()}"
+
+
+def run_arm(arm: str, handoffs: int, payload: int, leak: str = "") -> dict[str, Any]:
+    name = run_name(arm)
     counts = [max(SAMPLE_EVERY, min(handoffs // 5, MOST_WARM_UP)), handoffs]
-    processes = [Process(role, name, counts, payload) for role in ("producer", arm)]
+    processes = [Process(role, name, counts, payload, leak) for role in ("producer", arm)]
     try:
         measured: list[dict[str, Use]] = []
         shm: list[int] = []
@@ -216,11 +240,12 @@ def main() -> int:
     parser.add_argument("--role", choices=("producer", *ARMS), help=argparse.SUPPRESS)
     parser.add_argument("--name", help=argparse.SUPPRESS)
     parser.add_argument("--counts", type=int, nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--leak", choices=("memory", "fd", "shm"), default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.handoffs < DOUBLE_BUFFER_SHARE or arguments.payload < 4:
         parser.error(f"--handoffs from {DOUBLE_BUFFER_SHARE}, --payload from 4 bytes")
     if arguments.role == "producer":
-        produce(arguments.name, arguments.counts, arguments.payload)
+        produce(arguments.name, arguments.counts, arguments.payload, arguments.leak)
         return 0
     if arguments.role:
         consumers = {"consumer": consume, "double_buffer": consume_with_double_buffer}

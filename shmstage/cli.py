@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -33,6 +35,41 @@ Exit codes: 0 ok · 1 negative verdict · 2 bad input · 3 limit unreadable · 4
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors of ours are one line on stderr, never a traceback."""
+    _mend_standard_streams()
+    try:
+        code = _main(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read our output has had enough, as with `| head`
+        _write_no_more()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+            raise
+        _write_no_more()
+        print(f"shmstage: cannot write: {error.strerror}; free space where the output goes", file=sys.stderr)
+        return 2
+
+
+def _mend_standard_streams() -> None:
+    for number in range(3):  # one that is closed would be the number of the next file opened, and be printed into
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 (it lives as long as the process)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115 (it lives as long as the process)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not every terminal can show every letter
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _write_no_more() -> None:
+    """What is still buffered must not raise again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         width = max(len(name) for name in COMMANDS)
@@ -51,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         code: int = importlib.import_module(COMMANDS[name][0]).main(arguments[1:])
-        sys.stdout.flush()
         return code
     except ShmstageError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -59,9 +95,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read our output has had enough, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered must not raise again at exit
-        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

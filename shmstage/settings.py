@@ -201,10 +201,14 @@ TABLES = {"engine_settings": "engine", "source_settings": "source", "hooks_setti
 
 @dataclass(frozen=True)
 class Resolved:
-    """Checked settings and, per key, where the value came from (``default``, ``file PATH``, ``$NAME``, ``--flag``)."""
+    """Checked settings and, per key, where the value came from (``default``, ``file PATH``, ``$NAME``, ``--flag``).
+
+    ``budget``: the file's table of that name as it stands there; a run has no use for it, `shmstage budget` reads it.
+    """
 
     settings: Settings
     origins: Mapping[str, str]
+    budget: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,9 @@ def resolve(
         for key, value in (before or {}).items()
         if key in Settings.model_fields and key != "resume" and value is not None
     }
-    for key, value in (_read_toml(file) if file else {}).items():
+    read = _read_toml(file) if file else {}
+    budget = read.pop("budget") if isinstance(read.get("budget"), dict) else None
+    for key, value in read.items():
         given[key] = _Given(value, 1, f"file {file}")
     for key, name in _variables().items():
         for spelled in name:
@@ -248,7 +254,7 @@ def resolve(
     except ValidationError as error:
         raise SettingsError(_explain(error, given)) from None
     origins = {key: given[key].origin if key in given else "default" for key in Settings.model_fields}
-    return Resolved(settings, origins)
+    return Resolved(settings, origins, budget)
 
 
 def _variables() -> dict[str, list[str]]:

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from shmstage.memory.sweep import sweep
+
 SOAK = Path(__file__).parents[1] / "bench" / "soak.py"
 
 
@@ -36,6 +38,22 @@ def test_a_thousand_hand_offs_leave_no_descriptor_and_no_shared_memory_behind() 
     assert [arm["handoffs"] for arm in found["arms"]] == [1000, 25]
     for arm in found["arms"]:
         assert arm["left_in_shm"] == 0 and arm["shm_nbytes"][0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("leak", "figure"), [("memory", "rss_growth_bytes"), ("fd", "fd_growth"), ("shm", "shm_growth")]
+)
+def test_what_a_process_really_leaks_is_measured(leak: str, figure: str) -> None:
+    """S62, S63: a producer that keeps a little at every hand-off is found, and by the right figure."""
+    soak = _soak()
+    try:
+        found = soak.summarise([soak.run_arm("consumer", 200, 4096, leak=leak)])
+    finally:
+        sweep(soak.run_name("consumer"))
+    over = [key for key, limit in soak.LIMITS.items() if found[key] > limit]
+    assert not found["flat"] and over == [figure]
+    assert found[figure] >= {"memory": 200 * soak.LEAK_NBYTES, "fd": 200, "shm": 200 * 4096}[leak]
 
 
 def test_growth_beyond_its_limit_is_no_flat_soak() -> None:

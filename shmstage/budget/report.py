@@ -14,6 +14,7 @@ from shmstage.memory.limits import format_nbytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
 
     from shmstage.budget.formula import Inputs
 
@@ -134,6 +135,13 @@ def print_report(report: Report, console: Console, *, explain: bool = False) -> 
     console.print(verdict_line(report), markup=False, highlight=False, soft_wrap=True)
 
 
+def add_texts(table: Table, *cells: str) -> None:
+    """A row of text as it is: rich would take brackets for markup and drop them."""
+    from rich.text import Text
+
+    table.add_row(*map(Text, cells))
+
+
 def _field_table(report: Report) -> RenderableType:
     from rich.table import Table
 
@@ -146,10 +154,10 @@ def _field_table(report: Report) -> RenderableType:
     for field in layout.fields:
         share = f"{field.nbytes / layout.payload_nbytes:.1%}"
         shape = "×".join(map(str, field.shape))
-        table.add_row(field.name, field.dtype, shape, str(field.nbytes), format_nbytes(field.nbytes), share)
+        add_texts(table, field.name, field.dtype, shape, str(field.nbytes), format_nbytes(field.nbytes), share)
     total = layout.payload_nbytes
     table.add_section()
-    table.add_row("payload of a slot", "", "", str(total), format_nbytes(total), "100.0%")
+    add_texts(table, "payload of a slot", "", "", str(total), format_nbytes(total), "100.0%")
     return table
 
 
@@ -167,13 +175,13 @@ def _amount_table(report: Report, *, explain: bool) -> RenderableType:
     for amount in found.amounts:
         name = amount.name if amount.counted else f"({amount.name})"
         figures = [str(getattr(amount, moment)) for moment in MOMENTS]
-        table.add_row(name, amount.scope, *figures, *([amount.formula] if explain else []))
+        add_texts(table, name, amount.scope, *figures, *([amount.formula] if explain else []))
     table.add_section()
     for scope in SCOPES:
         totals = [found.total(moment, scope) for moment in MOMENTS]
         if any(totals):
             figures = [f"{total}\n{format_nbytes(total)} = {gib(total)}" for total in totals]
-            table.add_row("total", scope, *figures, *([""] if explain else []))
+            add_texts(table, "total", scope, *figures, *([""] if explain else []))
     return table
 
 
@@ -187,5 +195,5 @@ def _limit_table(report: Report) -> RenderableType:
     for fit in report.judgement.fits:
         mark = " ← binds" if fit is report.judgement.binding else ""
         figures = (fit.bound.available_nbytes, fit.need_nbytes, fit.headroom_nbytes)
-        table.add_row(fit.bound.name + mark, *(f"{n}\n{format_nbytes(n)} = {gib(n)}" for n in figures))
+        add_texts(table, fit.bound.name + mark, *(f"{n}\n{format_nbytes(n)} = {gib(n)}" for n in figures))
     return table

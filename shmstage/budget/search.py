@@ -83,6 +83,13 @@ def _single_changes(inputs: Inputs, bounds: Sequence[Bound], well: bool) -> Iter
         if largest:
             yield {name: largest}
     yield from ({key: value} for key, value in _savings(inputs).items())
+    # with less than a step of them nothing could be trained; what a bundle holds no limit lowers, so it never helps
+    held = _largest(
+        lambda value: _helps(inputs, {"max_held_bytes": value}, bounds, well), max(inputs.step_nbytes, 1),
+        min(inputs.held_nbytes, inputs.max_held_nbytes or inputs.held_nbytes) - 1,
+    )  # fmt: skip
+    if held:
+        yield {"max_held_bytes": held}
 
 
 def _savings(inputs: Inputs) -> dict[str, Any]:

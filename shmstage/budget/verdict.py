@@ -14,6 +14,7 @@ BoundKind = Literal["mount", "cgroup", "ram", "given", "device"]
 Verdict = Literal["fits", "low headroom", "does not fit"]
 #: less than a tenth left is low
 LOW_HEADROOM_PARTS = 10
+_WORST_FIRST: tuple[Verdict, ...] = ("does not fit", "low headroom", "fits")
 
 _SCOPES: dict[str, tuple[Scope, ...]] = {"mount": ("shm",), "device": ("device",)}
 _PRIVATE_TOO: tuple[Scope, ...] = ("shm", "host")
@@ -60,18 +61,16 @@ class Fit:
 @final
 @dataclass(frozen=True)
 class Judgement:
-    """``fits`` has one entry per bound, ``binding`` is the one with the least headroom."""
+    """``fits`` has one entry per bound. ``binding`` is the one that the verdict comes from: the worst off, and among
+    those the one with the least headroom in bytes.
+    """
 
     fits: tuple[Fit, ...]
     binding: Fit
 
     @property
     def verdict(self) -> Verdict:
-        found = {fit.verdict for fit in self.fits}
-        for verdict in ("does not fit", "low headroom"):
-            if verdict in found:
-                return verdict
-        return "fits"
+        return self.binding.verdict
 
 
 def bounds_of(limits: Iterable[Limit]) -> list[Bound]:
@@ -89,7 +88,7 @@ def judge(forecast: Forecast, bounds: Sequence[Bound]) -> Judgement:
     if not bounds:
         raise LimitUnreadableError("no memory limit is known, so it cannot be said what fits; give one with --limit")
     fits = tuple(_fit(forecast, bound) for bound in bounds)
-    return Judgement(fits, min(fits, key=lambda fit: fit.headroom_nbytes))
+    return Judgement(fits, min(fits, key=lambda fit: (_WORST_FIRST.index(fit.verdict), fit.headroom_nbytes)))
 
 
 def _fit(forecast: Forecast, bound: Bound) -> Fit:

@@ -67,8 +67,12 @@ class Child:
     def describe_end(self) -> str:
         """How it ended, in words, with the log to look at."""
         hint = OUT_OF_MEMORY_HINT if self.exit_code() == -signal.SIGKILL else ""
-        if shutil.disk_usage(self.log.parent).free < DISK_FULL_NBYTES:
-            hint += f"; the disk of {self.log.parent} is full: free space, then --resume"
+        out = self.log.parent
+        try:
+            if shutil.disk_usage(out).free < DISK_FULL_NBYTES:
+                hint += f"; the disk of {out} is full: free space, then --resume"
+        except OSError:
+            hint += f"; {out} is not there any more: do not move or remove OUT while a run writes into it"
         return f"{self.how_it_ended()}{hint}; see {self.log}"
 
     def how_it_ended(self) -> str:

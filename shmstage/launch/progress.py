@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
+from rich.text import Text
 
 from shmstage.launch.step_follower import StepFollower
 from shmstage.settings import Settings
@@ -109,7 +110,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         *(("[bold]look at[/]", warning) for warning in summary["warnings"]),
     ]
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(name, Text(value))  # brackets in a warning are no markup
     return table
 
 

@@ -16,7 +16,7 @@ from shmstage.errors import InputError, SettingsError, named, shown
 from shmstage.events import failure_path, read_json
 from shmstage.memory.identity import PeerWatch
 from shmstage.memory.locks import lock_exclusively
-from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, list_objects
+from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, owned_objects
 from shmstage.memory.sweep import sweep
 from shmstage.orchestrator.beginning import NAME as BEGUN
 from shmstage.orchestrator.step_lines import read_step_lines
@@ -27,11 +27,14 @@ POLL_S = 0.1
 DEMO_ENGINE = "shmstage.demo.engine:make_engine"
 DEMO_SOURCE = "shmstage.demo.source:make_source"
 ROLES = ("orchestrator", "trainer")
+LAUNCHER = "launcher"
 STALE_ON_FRESH_START = (
     "steps.jsonl", "trainer_calls.jsonl", *(f"{role}.log" for role in ROLES), "weights.json", "hooks.jsonl",
 )  # fmt: skip
 STALE_DIRECTORIES = ("state",)
-FILES = (*STALE_ON_FRESH_START, "run.json", "summary.json", BEGUN, *(f"{role}.failure.json" for role in ROLES))
+FILES = (
+    *STALE_ON_FRESH_START, "run.json", "summary.json", BEGUN, *(f"{role}.failure.json" for role in (LAUNCHER, *ROLES)),
+)  # fmt: skip
 DIRECTORIES = (*STALE_DIRECTORIES, "journal", "checkpoints")
 
 
@@ -155,7 +158,7 @@ def _prepare(settings: Settings, out: Path) -> None:
         )
     if settings.resume and not (held or journaled):
         raise SettingsError(f"--resume: out = {out} holds no checkpoint; start without --resume")
-    for role in ROLES:
+    for role in (LAUNCHER, *ROLES):
         failure_path(out, role).unlink(missing_ok=True)
     (out / "summary.json").unlink(missing_ok=True)  # of the run before: this one has to earn its own
     (out / BEGUN).unlink(missing_ok=True)
@@ -182,7 +185,7 @@ def _wait_for_predecessors(run: str, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         sweep(run)
-        living = [name for name in list_objects(run) if name.endswith(LOCK_SUFFIX)]
+        living = [name for name in owned_objects(run) if name.endswith(LOCK_SUFFIX)]
         if not living:
             return
         if time.monotonic() > deadline:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, final
 
+from shmstage.budget.check import check_before_start
 from shmstage.errors import (
     InputError,
     PeerLostError,
@@ -22,13 +23,12 @@ from shmstage.errors import (
     StoppedError,
     TrainerError,
 )
-from shmstage.events import failure_path, read_failure, read_json, write_json
-from shmstage.launch.budget_gate import check_before_start
+from shmstage.events import failure_path, read_failure, read_json, write_failure, write_json
 from shmstage.launch.keeper import ROLES, ChildProcess, Keeper
 from shmstage.launch.processes import Child
-from shmstage.launch.run_directory import claimed
+from shmstage.launch.run_directory import LAUNCHER, claimed
 from shmstage.launch.step_follower import StepFollower
-from shmstage.memory.names import list_objects
+from shmstage.memory.names import owned_objects
 from shmstage.memory.sweep import sweep
 from shmstage.settings import Settings
 from shmstage.transport.endpoint_lock import EndpointLock, clear_stale_endpoints
@@ -71,15 +71,16 @@ def run(settings: Settings, progress: Progress, say: Callable[[str], None] = lam
             failure = stopped
         finally:
             keeper.end()
-            left = list_objects(settings.run)
+            left = owned_objects(settings.run)
             sweep(settings.run)
             # who was killed could not tidy up; that is what the sweep is for
-            leaked = list_objects(settings.run) if keeper.anyone_died else left
+            leaked = owned_objects(settings.run) if keeper.anyone_died else left
             clear_stale_endpoints([socket_path(endpoint_for(settings.run, "trainer"))])
         progress.poll()
         if keeper.is_done:
             failure = host.complaint()
         if failure is not None:
+            write_failure(out, LAUNCHER, failure)  # for ``status``: what the children say may be a part of it only
             raise failure
         return _complete_summary(out, settings, keeper, leaked, time.monotonic() - began)
 

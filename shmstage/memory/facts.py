@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import stat
+from collections.abc import Sequence
 from typing import Any
 
 from shmstage import _native
@@ -11,6 +11,10 @@ from shmstage.errors import PoolError
 from shmstage.memory.layout import PAGE_NBYTES
 from shmstage.memory.mapping import Geometry
 from shmstage.memory.names import SHM_DIR, is_ours
+from shmstage.memory.objects import why_foreign
+
+#: what ``Headers.counters`` counts since a pool's creation, in its order
+COUNTERS = ("published", "ended_leases", "withdrawn", "abandoned", "waits", "waited_ns")
 
 
 def read_facts(descriptor: int) -> dict[str, Any] | None:
@@ -21,11 +25,22 @@ def read_facts(descriptor: int) -> dict[str, Any] | None:
     return _native.Headers(page, 0, 0, 0).describe()
 
 
+def unended_leases(generation: int, mask: int, ended: Sequence[int]) -> dict[int, int]:
+    """Consumers whose lease of what is published in a slot has not ended → the last generation they ended.
+
+    ``generation`` (odd: being written, nobody's), ``mask`` of those it is published to and ``ended`` are of the slot's
+    header.
+    """
+    if generation % 2:
+        return {}
+    return {consumer: done for consumer, done in enumerate(ended) if mask >> consumer & 1 and done < generation}
+
+
 def checked_facts(name: str, descriptor: int, run_id: str, epoch: int) -> dict[str, Any]:
     """What the header says, once it is proven consistent with the size the kernel reports."""
     status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-        raise PoolError(f"{name} is not a regular file of this user")
+    if reason := why_foreign(status):
+        raise PoolError(f"{name} is not a regular file of this user: {reason}")
     facts = read_facts(descriptor)
     if facts is None or not facts["magic"]:
         raise PoolError(f"{name} is not a pool, or not yet one")

@@ -7,7 +7,7 @@ import os
 import resource
 
 from shmstage.errors import BudgetError, LimitUnreadableError, PoolError
-from shmstage.memory.limits import format_nbytes, read_limits
+from shmstage.memory.limits import format_nbytes, read_limits, tightest
 from shmstage.memory.names import SHM_DIR
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -31,10 +31,11 @@ def limit_hit(code: int | None) -> str:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         return f"the limit of a file's size, ulimit -f, is {most} bytes" if most >= 0 else "a file cannot be that large"
     try:
-        tightest = min(read_limits(), key=lambda limit: limit.available_nbytes)
+        binding = tightest(read_limits())
     except LimitUnreadableError as unreadable:
         return str(unreadable)
-    return f"the tightest limit is {tightest.name}, which leaves {format_nbytes(tightest.available_nbytes)}"
+    assert binding is not None  # there is always a mount, or it could not be read
+    return f"the tightest limit is {binding.name}, which leaves {format_nbytes(binding.available_nbytes)}"
 
 
 def _mount() -> str:

@@ -9,21 +9,23 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import stat
 import time
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shmstage import _native
 from shmstage.errors import PoolError
-from shmstage.memory.facts import checked_facts, read_facts
+from shmstage.memory.facts import COUNTERS, checked_facts, read_facts, unended_leases
 from shmstage.memory.identity import PeerWatch, namespace_word, read_start_ticks
 from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, list_objects, lock_path_of
+from shmstage.memory.objects import open_object
 
 #: most slot headers that are copied: a header may claim any number
 MAX_SLOTS = 16384
 _SLOT_MASK = 0xFFFF  # of a cell's word, see cells.py
-_COUNTERS = ("published", "ended_leases", "withdrawn", "abandoned", "waits", "waited_ns")
+GONE = "removed while it was looked at"
+#: problem of a pool whose maker, if it has one, cannot be told: between making a file and locking it is a moment
+UNFINISHED = "being made, or half made and given up"
 _WORDS = {"T": "stopped", "t": "traced", "Z": "zombie", "X": "zombie", "D": "blocked in the kernel"}
 
 SlotState = Literal["free", "writing", "published"]
@@ -159,28 +161,19 @@ def printable(text: str) -> str:
 def _read_pool(name: str) -> PoolSnapshot:
     found = PoolSnapshot(name)
     try:
-        # not blocking: somebody may have put a fifo there
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(os.path.join(SHM_DIR, name), flags)
+        with open_object(name) as descriptor:
+            return _read_open_pool(found, descriptor)
     except FileNotFoundError:
-        return replace(found, problem="removed while it was looked at")
-    except OSError as error:
-        return replace(found, problem=f"cannot be opened: {error.strerror}")
-    try:
-        return _read_open_pool(found, descriptor)
+        return replace(found, problem=GONE)
+    except PoolError as error:
+        return replace(found, problem=str(error))
     except OSError as error:
         return replace(found, problem=f"cannot be read: {error.strerror}")
-    finally:
-        os.close(descriptor)
 
 
 def _read_open_pool(found: PoolSnapshot, descriptor: int) -> PoolSnapshot:
     status = os.fstat(descriptor)
     found = replace(found, nbytes=status.st_size, allocated_nbytes=status.st_blocks * 512)
-    if not stat.S_ISREG(status.st_mode):
-        return replace(found, problem="not a regular file")
-    if status.st_uid != os.getuid():
-        return replace(found, problem=f"belongs to user {status.st_uid}")
     facts = read_facts(descriptor)
     if facts is None or not facts["magic"]:
         return replace(found, problem=_half_made(descriptor))
@@ -191,23 +184,27 @@ def _read_open_pool(found: PoolSnapshot, descriptor: int) -> PoolSnapshot:
     lock_path = facts["lock_path"].decode(errors="replace")
     claims = (facts["owner_pid"], facts["owner_start_ticks"], facts["owner_namespace"])
     found = replace(found, owner=look_at_process(lock_path, *claims))
+    if os.fstat(descriptor).st_nlink == 0:  # an owner that ends in order removes its pool before it gives up its lock
+        return PoolSnapshot(found.name, problem=GONE)
     if not facts["ready"]:
-        return replace(found, problem=_half_made(descriptor))
+        return replace(found, problem=_half_made(descriptor, owner_dead=found.owner.alive is False))
     try:
         facts = checked_facts(found.name, descriptor, facts["run_id"].decode(), facts["epoch"])
-    except (PoolError, UnicodeDecodeError):
-        return replace(found, problem=f"its header contradicts its size of {status.st_size} bytes")
+    except PoolError as error:
+        return replace(found, problem=printable(str(error)))
+    except UnicodeDecodeError:
+        return replace(found, problem=f"its run id {found.run_id!r} is not UTF-8")
     return _with_slots(found, descriptor, facts)
 
 
-def _half_made(descriptor: int) -> str:
-    """A pool's maker holds a lock on the file itself until the pool is ready."""
+def _half_made(descriptor: int, *, owner_dead: bool = False) -> str:
+    """A pool's maker holds a lock on the file itself, from soon after it made it until the pool is ready."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return "being made, or being removed, right now"
     fcntl.flock(descriptor, fcntl.LOCK_UN)
-    return "half made, and nobody is making it"
+    return "half made, and its owner is dead" if owner_dead else UNFINISHED
 
 
 def _with_slots(found: PoolSnapshot, descriptor: int, facts: dict[str, Any]) -> PoolSnapshot:
@@ -228,7 +225,7 @@ def _with_slots(found: PoolSnapshot, descriptor: int, facts: dict[str, Any]) -> 
         huge_pages=facts["huge_pages"],
         numa="interleaved" if facts["interleaved"] else "first touch",
         slot_nbytes=facts["slot_stride"],
-        counters=dict(zip(_COUNTERS, headers.counters(), strict=False)),
+        counters=dict(zip(COUNTERS, headers.counters(), strict=False)),
         slots=tuple(_slot(headers, number, number >= first_aux, pids, alive, now_ns) for number in range(count)),
         newest_slot=_slot_of(headers.latest()),
         cells=_cells(headers, found.run_id),
@@ -258,7 +255,7 @@ def _slot(
     now_ns: int,
 ) -> SlotSnapshot:
     generation, mask, layout_id, step, index, ended = headers.slot_state(number)
-    held = [] if generation % 2 else [c for c, done in enumerate(ended) if mask >> c & 1 and done < generation]
+    held = unended_leases(generation, mask, ended)
     state: SlotState = "writing" if generation % 2 else "published" if held else "free"
     return SlotSnapshot(
         number=number,

@@ -8,6 +8,7 @@ machine.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -36,11 +37,15 @@ class Limit:
 
 
 def read_limits(
-    shm_dir: str = SHM_DIR, *, proc_root: str = "/proc", cgroup_root: str = "/sys/fs/cgroup"
+    shm_dir: str = SHM_DIR, *, proc_root: str = "/proc", cgroup_root: str = "/sys/fs/cgroup", cgroups: bool = True
 ) -> list[Limit]:
-    """Every limit that applies to bytes in ``shm_dir``. Raises ``LimitUnreadableError``, never guesses."""
+    """Every limit that applies to bytes in ``shm_dir``. Raises ``LimitUnreadableError``, never guesses.
+
+    Without ``cgroups`` only mount and RAM, for a report: whoever allocates by it may be killed.
+    """
     limits = [_mount_limit(shm_dir)]
-    limits += _cgroup_limits(Path(proc_root, "self", "cgroup"), Path(cgroup_root))
+    if cgroups:
+        limits += _cgroup_limits(Path(proc_root, "self", "cgroup"), Path(cgroup_root))
     try:
         memory = psutil.virtual_memory()
     except (OSError, ValueError, KeyError, psutil.Error) as error:
@@ -49,12 +54,16 @@ def read_limits(
     return limits
 
 
+def tightest(limits: Iterable[Limit]) -> Limit | None:
+    """The one that leaves least; ``None`` of none."""
+    return min(limits, key=lambda limit: limit.available_nbytes, default=None)
+
+
 def check_fits(nbytes: int, what: str, remedy: str, limits: list[Limit] | None = None) -> Limit:
     """Returns the limit that binds; if exceeded, ``BudgetError`` names it, both numbers and ``remedy``."""
-    known = read_limits() if limits is None else limits
-    if not known:
+    binding = tightest(read_limits() if limits is None else limits)
+    if binding is None:
         raise LimitUnreadableError(f"no memory limit is known, so it cannot be said whether {what} fit")
-    binding = min(known, key=lambda limit: limit.available_nbytes)
     if nbytes > binding.available_nbytes:
         left = format_nbytes(binding.available_nbytes)
         raise BudgetError(f"{what} need {format_nbytes(nbytes)}; {binding.name} leaves {left}; {remedy}")

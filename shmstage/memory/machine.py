@@ -11,12 +11,12 @@ import os
 import platform
 import pwd
 import resource
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from shmstage.errors import LimitUnreadableError
 from shmstage.memory.limits import Limit, read_limits
+from shmstage.memory.mounts import huge_option, kernel_huge_policy, mount_of
 from shmstage.memory.names import SHM_DIR
 
 _MADV_POPULATE_WRITE = 23
@@ -32,7 +32,7 @@ class Machine:
 
     ``foreign_namespaces``: "pid" and "ipc" where this process is not in the kernel's first one, as in a container.
     ``remove_ipc``: what logind is told, ``None`` where no logind runs. ``huge_option``: of the mount of shared memory;
-    ``huge_policy``: the kernel's, for mounts that do not say.
+    ``huge_policy``: the kernel's, which may overrule it (``mounts.huge_choice``).
     """
 
     uid: int
@@ -55,7 +55,7 @@ class Machine:
 
     @property
     def huge_option(self) -> str:
-        return next((option[5:] for option in self.shm_options if option.startswith("huge=")), "")
+        return huge_option(self.shm_options)
 
     def limit(self, kind: str) -> Limit | None:
         """The smallest of a kind: "mount", "cgroup", "ram"."""
@@ -66,7 +66,7 @@ class Machine:
 def read_machine(root: str = "/", *, shm_dir: str = SHM_DIR) -> Machine:
     """This machine. ``root``: where /proc, /sys, /etc and the like are looked for."""
     base = Path(root)
-    fstype, options = _mount(base / "proc/self/mounts", shm_dir)
+    fstype, options = mount_of(shm_dir, root=base)
     limits, problem = _limits(base, shm_dir)
     user = _user_name(os.getuid())
     return Machine(
@@ -81,7 +81,7 @@ def read_machine(root: str = "/", *, shm_dir: str = SHM_DIR) -> Machine:
         remove_ipc=_remove_ipc(base),
         lingers=(base / "var/lib/systemd/linger" / user).exists(),
         foreign_namespaces=_foreign_namespaces(base / "proc/self/ns"),
-        huge_policy=_chosen(_read(base / "sys/kernel/mm/transparent_hugepage/shmem_enabled")),
+        huge_policy=kernel_huge_policy(root=base),
         numa_nodes=_count(base / "sys/devices/system/node", "node[0-9]*") or 1,
         rlimits={name: _rlimit(number) for name, number in _RLIMITS.items()},
         kernel=platform.release(),
@@ -93,27 +93,13 @@ def read_machine(root: str = "/", *, shm_dir: str = SHM_DIR) -> Machine:
 def _limits(base: Path, shm_dir: str) -> tuple[tuple[Limit, ...], str]:
     """Every limit; where one cannot be read, why, and the others."""
     problem = ""
-    for proc in ("proc", "proc/as-if-without-cgroups"):
+    roots = {"proc_root": str(base / "proc"), "cgroup_root": str(base / "sys/fs/cgroup")}
+    for cgroups in (True, False):
         try:
-            found = read_limits(shm_dir, proc_root=str(base / proc), cgroup_root=str(base / "sys/fs/cgroup"))
-            return tuple(found), problem
+            return tuple(read_limits(shm_dir, **roots, cgroups=cgroups)), problem
         except LimitUnreadableError as error:
             problem = problem or str(error)
     return (), problem
-
-
-def _mount(mounts: Path, directory: str) -> tuple[str, tuple[str, ...]]:
-    """Type and options of the mount that ``directory`` lies on; of two at one place the later hides the earlier."""
-    best: tuple[str, str, tuple[str, ...]] = ("", "", ())
-    for line in _read(mounts).splitlines():
-        words = line.split()
-        if len(words) < 4:
-            continue
-        point = words[1].replace("\\040", " ")
-        inside = point == directory or directory.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best[0]):
-            best = (point, words[2], tuple(words[3].split(",")))
-    return best[1], best[2]
 
 
 def _remove_ipc(base: Path) -> bool | None:
@@ -140,11 +126,6 @@ def _foreign_namespaces(folder: Path) -> tuple[str, ...]:
             if os.readlink(folder / name) != f"{name}:[{first}]":
                 found.append(name)
     return tuple(found)
-
-
-def _chosen(text: str) -> str:
-    """Of "always [never] advise" the one in brackets."""
-    return text.partition("[")[2].partition("]")[0]
 
 
 def _count(folder: Path, pattern: str) -> int:
@@ -186,8 +167,3 @@ def _has_pidfd() -> bool:
     except (OSError, AttributeError):
         return False
     return True
-
-
-def smallest(limits: Iterable[Limit]) -> Limit | None:
-    """The one that leaves least."""
-    return min(limits, key=lambda limit: limit.available_nbytes, default=None)

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import secrets
+import stat
 
 SHM_DIR = "/dev/shm"
 LOCK_SUFFIX = ".lock"
@@ -55,6 +56,19 @@ def is_ours(name: str, run_id: str | None = None) -> bool:
     if match is None or match[1] != _base36(os.getuid()):
         return False
     return run_id is None or match[2] == run_hash(run_id)
+
+
+def owned_objects(run_id: str, *, shm_dir: str = SHM_DIR) -> list[str]:
+    """Of ``list_objects`` the regular files that belong to this user: anybody may have put something there."""
+    names = []
+    for name in list_objects(run_id, shm_dir=shm_dir):
+        try:
+            status = os.lstat(os.path.join(shm_dir, name))
+        except OSError:  # gone meanwhile
+            continue
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+            names.append(name)
+    return names
 
 
 def list_objects(run_id: str | None = None, *, shm_dir: str = SHM_DIR) -> list[str]:

@@ -23,15 +23,15 @@ from shmstage.errors import (
     WaitTimeoutError,
 )
 from shmstage.memory.cells import Cells
+from shmstage.memory.facts import COUNTERS, unended_leases
 from shmstage.memory.handle import Handle
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.layout import Layout
 from shmstage.memory.limits import Limit, format_nbytes
 from shmstage.memory.mapping import Geometry, Mapping
-from shmstage.memory.reservation import Backing, Numa, make_pool_file
+from shmstage.memory.reservation import REMEDY, Backing, Numa, make_pool_file
 from shmstage.memory.slots import WritableSlot
 
-_COUNTERS = ("published", "ended_leases", "withdrawn", "abandoned", "waits", "waited_ns")
 # How often a wait looks at its peers and stop condition; a freed slot wakes it at once.
 _LOOK_EVERY_S = 0.05
 
@@ -92,13 +92,14 @@ class Pool:
         limits: list[Limit] | None = None,
         payload_shift: int = 0,
         numa: Numa = "default",
+        remedy: str = REMEDY,
     ) -> Pool:
         """Reserves and pre-faults a new pool whose slots hold the largest of ``layouts``.
 
         ``aux_slots`` are extra slots that only ``acquire(aux=True)`` takes. ``numa`` "interleave" spreads the pages
         over all NUMA nodes, "default" leaves each where it is first touched: here, by this thread. Raises
         ``BudgetError``, before anything is allocated, if the pool exceeds the smallest of ``limits`` (read now if
-        ``None``), and ``InputError`` for counts out of range.
+        ``None``), which ends with ``remedy``, and ``InputError`` for counts out of range.
         """
         identity.check_not_forked()
         if not layouts or slots < 1 or aux_slots < 0 or payload_shift not in (0, 4) or epoch < 0:
@@ -119,6 +120,7 @@ class Pool:
             identity=identity,
             limits=limits,
             numa=numa,
+            remedy=remedy,
         )
         counts = {"aux_slots": aux_slots, "consumers": consumers}
         pool = cls(path, mapping, headers, geometry, backing, epoch=epoch, run_id=run_id, **counts)
@@ -231,7 +233,7 @@ class Pool:
     def counters(self) -> dict[str, int]:
         """Events since creation: published, ended_leases, withdrawn, abandoned, waits, and waited_ns."""
         self._check_usable()
-        return dict(zip(_COUNTERS, self._headers.counters(), strict=False))
+        return dict(zip(COUNTERS, self._headers.counters(), strict=False))
 
     def heartbeat(self, now_ns: int) -> None:
         """Notes in the header that the owner made progress; for people who look, nothing is decided by it."""
@@ -321,9 +323,7 @@ class Pool:
     def _holders_of(self, slot: int) -> dict[int, int]:
         """Consumers whose lease of what is published in a slot has not ended → the last generation they ended."""
         generation, mask, *_, ended = self._headers.slot_state(slot)
-        if generation % 2:
-            return {}
-        return {consumer: done for consumer, done in enumerate(ended) if mask >> consumer & 1 and done < generation}
+        return unended_leases(generation, mask, ended)
 
     def _microbatch_in(self, slot: int) -> str:
         generation, _, _, step, index, _ = self._headers.slot_state(slot)

@@ -14,6 +14,7 @@ from shmstage.memory.identity import ProcessIdentity, namespace_word
 from shmstage.memory.layout import MAX_NBYTES
 from shmstage.memory.limits import Limit, check_fits, format_nbytes
 from shmstage.memory.mapping import Geometry, Mapping
+from shmstage.memory.mounts import huge_pages_of
 from shmstage.memory.names import SHM_DIR, new_name
 
 REMEDY = "use fewer slots, or fewer rows or tokens per micro-batch"
@@ -25,9 +26,9 @@ Numa = Literal["default", "interleave"]
 class Backing:
     """What a pool's memory is made of; there is no fallback to another directory or to a disk.
 
-    ``huge_pages``: the mount gives them (always, or where they are asked for, which is done then). ``huge_nbytes`` of
-    the pool are mapped by them, as the kernel counted right after the reservation. ``numa_nodes``: over how many NUMA
-    nodes the pages are spread, 0 with ``numa = "default"``.
+    ``huge_pages``: mount and kernel give them (always, or where they are asked for, which is done then).
+    ``huge_nbytes`` of the pool are mapped by them, as the kernel counted right after the reservation. ``numa_nodes``:
+    over how many NUMA nodes the pages are spread, 0 with ``numa = "default"``.
     """
 
     directory: str
@@ -47,6 +48,7 @@ def make_pool_file(
     identity: ProcessIdentity,
     limits: list[Limit] | None,
     numa: Numa = "default",
+    remedy: str = REMEDY,
 ) -> tuple[str, Mapping, _native.Headers, Backing]:
     """A reserved, pre-faulted pool file with a ready header: its path, mapping, headers and what backs it.
 
@@ -54,9 +56,9 @@ def make_pool_file(
     allocated, or if the space is gone after all. A failure leaves no file behind.
     """
     if geometry.pool_nbytes > MAX_NBYTES:
-        raise BudgetError(f"a pool of {geometry.pool_nbytes} bytes; the limit is {MAX_NBYTES}; {REMEDY}")
+        raise BudgetError(f"a pool of {geometry.pool_nbytes} bytes; the limit is {MAX_NBYTES}; {remedy}")
     what = f"{geometry.slot_count} slots of {format_nbytes(geometry.slot_nbytes)}"
-    check_fits(geometry.pool_nbytes, what, REMEDY, limits)
+    check_fits(geometry.pool_nbytes, what, remedy, limits)
     path, descriptor = _create_file(run_id)
     try:
         mapping, headers, backing = _fill_file(
@@ -64,8 +66,10 @@ def make_pool_file(
         )
         # From here on the owner's lifetime lock decides whether the pool may be swept.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
-    except BaseException:
+    except BaseException as error:
         os.unlink(path)
+        if isinstance(error, BudgetError):
+            raise BudgetError(f"{error}; {remedy}") from None
         raise
     finally:
         os.close(descriptor)
@@ -101,7 +105,7 @@ def _fill_file(
             reason = error if isinstance(error, ValueError) else "it cannot be written in UTF-8"
             raise InputError(f"run id {run_id[:40]!r} does not fit a pool header: {reason}") from None
         nodes = _interleave(mapping) if numa == "interleave" else 0  # before the pages exist
-        huge = huge_option()
+        huge = huge_pages_of(SHM_DIR)
         if huge == "advise":
             _native.advise_huge_pages(mapping.mmap)
             _prefault(mapping, nbytes)
@@ -165,23 +169,8 @@ def _out_of_space(code: int | None, nbytes: int) -> BudgetError | PoolError:
     """What an errno from reserving ``nbytes`` means to the caller."""
     reason = os.strerror(code or 0)
     if code in OUT_OF_SPACE:
-        return BudgetError(f"reserving {nbytes} bytes in {SHM_DIR} failed: {reason} ({limit_hit(code)}); {REMEDY}")
+        return BudgetError(f"reserving {nbytes} bytes in {SHM_DIR} failed: {reason} ({limit_hit(code)})")
     return PoolError(f"reserving {nbytes} bytes in {SHM_DIR} failed: {reason}")
-
-
-def huge_option(shm_dir: str = SHM_DIR, *, proc_root: str = "/proc") -> str:
-    """Huge pages on the mount: "never", "advise" (where a mapping asks before the pages exist) or more freely."""
-    try:
-        with open(f"{proc_root}/self/mounts") as mounts:
-            rows = [line.split() for line in mounts]
-    except OSError:
-        return "never"
-    found = "never"
-    for row in rows:
-        if len(row) > 3 and row[1] == shm_dir:  # a later one lies over an earlier one
-            options = dict(option.partition("=")[::2] for option in row[3].split(","))
-            found = options.get("huge", "never")
-    return found
 
 
 def _interleave(mapping: Mapping) -> int:

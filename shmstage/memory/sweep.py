@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
-import stat
 from dataclasses import dataclass
 
+from shmstage.errors import PoolError
 from shmstage.memory.facts import read_facts
 from shmstage.memory.inspect import look_at_process
 from shmstage.memory.names import LOCK_SUFFIX, PREFIX, SHM_DIR, is_ours, list_objects
+from shmstage.memory.objects import open_object
 
 __all__ = ["LeftObject", "SweepReport", "SweptObject", "list_objects", "sweep", "sweep_with_reasons"]
 
@@ -70,36 +70,40 @@ def sweep_with_reasons(run_id: str | None = None, *, dry_run: bool = False) -> S
 
 def _sweep_one(name: str, dry_run: bool) -> SweptObject | LeftObject | None:
     """``None``: it is gone."""
-    path = os.path.join(SHM_DIR, name)
     try:
-        # not blocking: somebody may have put a fifo there
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open_object(name) as descriptor:
+            return _sweep_open(name, descriptor, dry_run)
     except FileNotFoundError:
         return None
-    except OSError as error:  # a link, or another user's: never our business, never fatal
-        reason = "a symbolic link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
-        return LeftObject(name, reason)
+    except PoolError as error:
+        return LeftObject(name, str(error))
+
+
+def _sweep_open(name: str, descriptor: int, dry_run: bool) -> SweptObject | LeftObject | None:
+    """``None``, as ``FileNotFoundError``: it is gone."""
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            return LeftObject(name, "not a regular file")
-        if status.st_uid != os.getuid():  # a name may say anything
-            return LeftObject(name, f"belongs to user {status.st_uid}")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return LeftObject(name, _why_locked(name))
+    # Removed while we hold the lock: its maker, who locks next, sees that it has no name any more.
+    if os.fstat(descriptor).st_nlink == 0:
+        return None
+    dead, reason = (True, "nobody holds this lock") if name.endswith(LOCK_SUFFIX) else _judge_pool(descriptor)
+    if not dead:
+        return LeftObject(name, reason)
+    nbytes = os.fstat(descriptor).st_blocks * 512
+    # An owner that ends in order removes its pool and gives up its lock: judged in between, it is dead and the pool
+    # gone.
+    if dry_run:
+        os.stat(os.path.join(SHM_DIR, name), follow_symlinks=False)
+    else:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return LeftObject(name, _why_locked(name))
-        # Removed while we hold the lock: its maker, who locks next, sees that it has no name any more.
-        if os.fstat(descriptor).st_nlink == 0:
-            return None
-        dead, reason = (True, "nobody holds this lock") if name.endswith(LOCK_SUFFIX) else _judge_pool(descriptor)
-        if not dead:
-            return LeftObject(name, reason)
-        if not dry_run:
-            os.unlink(path)
-        return SweptObject(name, reason, status.st_blocks * 512)
-    finally:
-        os.close(descriptor)
+            os.unlink(os.path.join(SHM_DIR, name))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            return LeftObject(name, f"cannot be removed: {error.strerror}")
+    return SweptObject(name, reason, nbytes)
 
 
 def _why_locked(name: str) -> str:

@@ -7,28 +7,25 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
-from typing import get_args
+from typing import Any
 
 from shmstage.budget.bounds import bounds_from
 from shmstage.budget.bundle_facts import bundle_facts
 from shmstage.budget.fields import MANDATORY_WORDS, MicrobatchFields, words
-from shmstage.budget.formula import Inputs, Platform
-from shmstage.budget.inputs import fields_of_bundle, inputs_of
+from shmstage.budget.formula import MAX_LEAVES, Inputs, Platform
+from shmstage.budget.inputs import PROCESS_NBYTES, fields_of_bundle, inputs_of
 from shmstage.budget.platform import platform_here
 from shmstage.budget.report import Report, as_json, print_report, report_on
 from shmstage.budget.sizes import in_words, parse_size
-from shmstage.errors import SettingsError
+from shmstage.errors import SettingsError, shown
 from shmstage.launch.command import CommandParser, json_on_failure
 from shmstage.launch.run_command import add_settings, resolve_args
 from shmstage.launch.run_directory import DEMO_SOURCE, completed
+from shmstage.operate.budget_settings import PARAM_DTYPES, add_budget_flags, name_of, take_table
 from shmstage.packing.fields import late_fields
-from shmstage.packing.routing import ROUTING_ENCODINGS
 from shmstage.settings import Resolved
 
-#: launcher, orchestrator and a trainer that has imported jax, optax and orbax: measured with the demo, rounded up
-PROCESS_NBYTES = 650_000_000
 LOW_HEADROOM = 4
 OF_THE_BUNDLE = ("layers", "top_k", "experts", "word_fields")
 
@@ -47,7 +44,8 @@ def _main(argv: Sequence[str]) -> int:
 
         return show_live(args.live, args)
     resolved = resolve_args(args)
-    resolved = Resolved(completed(resolved.settings), resolved.origins)
+    resolved = Resolved(completed(resolved.settings), resolved.origins, resolved.budget)
+    take_table(args, resolved.budget, args.config)
     inputs, assumed = inputs_from(args, resolved)
     report = report_on(inputs, bounds_from(args.limit or [], args.device_memory), assumed)
     if args.json:
@@ -72,27 +70,8 @@ def _parser() -> argparse.ArgumentParser:
         "the settings of `shmstage run`; nothing is allocated.",
     )
     add_settings(parser)
-    group = parser.add_argument_group("what the settings do not say")
-    size = "bytes, or with a unit: 10GB, 64MiB"
-    group.add_argument("--layers", type=int, metavar="N", help="layers whose routing is carried; unset: no routing")
-    group.add_argument("--top-k", type=int, metavar="N", help="experts per token and layer")
-    group.add_argument("--experts", type=int, metavar="N", help="experts to choose from")
-    group.add_argument("--routing-encoding", choices=ROUTING_ENCODINGS, help="how routing lies in a slot")
-    group.add_argument("--fill", metavar="PART", help="real tokens / (rows x tokens), above 0 to 1 (default 1)")
-    group.add_argument(
-        "--word-fields", type=int, metavar="N", help=f"4-byte fields per token (default {MANDATORY_WORDS} or as needed)"
-    )
-    group.add_argument("--param-bytes", metavar="SIZE", help=f"parameters on one host, {size}")
-    group.add_argument("--optimizer-bytes", metavar="SIZE", help="optimizer state (default: twice the parameters)")
-    group.add_argument("--platform", choices=get_args(Platform), help="where the trainer computes (default: as here)")
-    group.add_argument("--hosts", type=int, metavar="N", help="hosts that share the rows (default 1)")
-    group.add_argument("--replay", action="store_true", help="the engine replays micro-batches that overflowed")
-    group = parser.add_argument_group("limits and output")
-    group.add_argument("--device-memory", metavar="SIZE", help=f"memory of one host's devices together, {size}")
-    group.add_argument(
-        "--limit", action="append", metavar="[KIND=]SIZE",
-        help="instead of all limits found here, or of those of one kind: mount=, cgroup= or ram=; can be repeated",
-    )  # fmt: skip
+    add_budget_flags(parser)
+    group = parser.add_argument_group("verdict and output")
     group.add_argument("--strict", action="store_true", help=f"less than a tenth to spare is exit {LOW_HEADROOM}")
     group.add_argument("--explain", action="store_true", help="also say where each value came from, and each formula")
     group.add_argument("--json", action="store_true", help="print one JSON object on stdout, sizes in bytes")
@@ -101,7 +80,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def inputs_from(args: argparse.Namespace, resolved: Resolved) -> tuple[Inputs, list[str]]:
-    """The formula's input and, in words, what in it was assumed. Raises ``SettingsError``, ``BundleError``."""
+    """The formula's input and, in words, what in it was assumed. Raises ``SettingsError``, ``BundleError``.
+
+    ``take_table`` has been called on ``args``.
+    """
     settings = resolved.settings
     assumed: list[str] = []
     fields = _fields(args, resolved, assumed)
@@ -109,21 +91,18 @@ def inputs_from(args: argparse.Namespace, resolved: Resolved) -> tuple[Inputs, l
     if settings.eval_bundle is not None:
         facts = bundle_facts(settings.eval_bundle)
         evaluation, evaluation_nbytes = fields_of_bundle(facts, encoding=fields.encoding), facts.nbytes
-    inputs = replace(
-        inputs_of(settings, fields, evaluation),
-        fill=_fill(args.fill),
-        hosts=_at_least("hosts", args.hosts, 1) if args.hosts is not None else 1,
-        replay=args.replay,
-        journaled=bool(settings.source) and settings.source != DEMO_SOURCE,
-        process_nbytes=PROCESS_NBYTES,
-        platform=_platform(args, assumed),
-    )
-    params, optimizer = _state(args, assumed)
-    inputs = replace(inputs, param_nbytes=params, optimizer_nbytes=optimizer)
-    if settings.bundle is not None:
-        inputs = replace(inputs, held_input_nbytes=bundle_facts(settings.bundle).nbytes + evaluation_nbytes)
-    elif evaluation_nbytes:
-        inputs = replace(inputs, process_nbytes=inputs.process_nbytes + evaluation_nbytes)
+    inputs = inputs_of(
+        settings, fields, evaluation, evaluation_nbytes=evaluation_nbytes,
+        held_input_nbytes=bundle_facts(settings.bundle).nbytes if settings.bundle is not None else 0,
+        fill=_fill(args), hosts=_at_least(args, "hosts") or 1, replay=bool(args.replay),
+        journaled=bool(settings.source) and settings.source != DEMO_SOURCE, process_nbytes=PROCESS_NBYTES,
+        platform=_platform(args, assumed), **_state(args, assumed),
+    )  # fmt: skip
+    if inputs.weight_sync and inputs.param_leaves > MAX_LEAVES:
+        raise SettingsError(
+            f"{name_of(args, 'param_leaves')} {inputs.param_leaves}: weight_sync publishes at most {MAX_LEAVES}; "
+            "let the engine's weights() stack them (layers into one array each), or use weight_sync = off"
+        )
     _note_assumptions(args, inputs, assumed)
     return inputs, assumed
 
@@ -134,7 +113,7 @@ def _fields(args: argparse.Namespace, resolved: Resolved, assumed: list[str]) ->
     if settings.bundle is not None:
         for name in OF_THE_BUNDLE:
             if getattr(args, name) is not None:
-                flag = "--" + name.replace("_", "-")
+                flag = name_of(args, name)
                 raise SettingsError(f"{flag} {getattr(args, name)}: the bundle {settings.bundle} says it; drop {flag}")
         return fields_of_bundle(bundle_facts(settings.bundle), late, encoding)
     if args.word_fields is None:
@@ -156,25 +135,36 @@ def _routing(args: argparse.Namespace) -> tuple[int, int, int]:
         return 0, 0, 0
     if args.layers is None or args.top_k is None:
         raise SettingsError("routing has layers and a top-k; give both --layers and --top-k")
-    experts = _at_least("experts", args.experts, 1) if args.experts is not None else 0
+    experts = _at_least(args, "experts")
     if experts and args.top_k > experts:
         raise SettingsError(f"--top-k {args.top_k} of --experts {experts}; a token cannot choose more than there are")
-    return _at_least("layers", args.layers, 1), _at_least("top-k", args.top_k, 1), experts
+    return _at_least(args, "layers"), _at_least(args, "top_k"), experts
 
 
-def _state(args: argparse.Namespace, assumed: list[str]) -> tuple[int, int]:
-    """Bytes of parameters and optimizer state."""
+def _state(args: argparse.Namespace, assumed: list[str]) -> dict[str, Any]:
+    """Parameters, gradient sums and optimizer state, as ``Inputs`` names them."""
     if args.param_bytes is None:
-        if args.optimizer_bytes is not None:
-            raise SettingsError("--optimizer-bytes without --param-bytes; give both")
+        for name in ("optimizer_bytes", "param_dtype", "param_leaves"):
+            if getattr(args, name) is not None:
+                raise SettingsError(f"{name_of(args, name)} without --param-bytes; give both")
         assumed.append("no parameters are counted; --param-bytes says how many bytes they have on one host")
-        return 0, 0
+        return {}
     params = parse_size(args.param_bytes, "param_bytes")
-    assumed.append("parameters are float32: gradients and their sums take as many bytes")
+    if args.param_dtype is None:
+        assumed.append("parameters are float32: gradients and their sums take as many bytes; --param-dtype sets it")
+    found = {
+        "param_nbytes": params,
+        "param_leaves": _at_least(args, "param_leaves"),
+        # the engine sums in float32 at least
+        "sums_nbytes": params * 4 // PARAM_DTYPES[args.param_dtype or "float32"],
+    }
     if args.optimizer_bytes is None:
-        assumed.append("the optimizer keeps two numbers per parameter, as Adam does; --optimizer-bytes sets it")
-        return params, 2 * params
-    return params, parse_size(args.optimizer_bytes, "optimizer_bytes")
+        assumed.append(
+            "the optimizer keeps two numbers of the parameters' dtype per parameter, as Adam does; --optimizer-bytes "
+            "sets it"
+        )
+        return {**found, "optimizer_nbytes": 2 * params}
+    return {**found, "optimizer_nbytes": parse_size(args.optimizer_bytes, "optimizer_bytes")}
 
 
 def _platform(args: argparse.Namespace, assumed: list[str]) -> Platform:
@@ -190,39 +180,67 @@ def _platform(args: argparse.Namespace, assumed: list[str]) -> Platform:
     return platform
 
 
-def _fill(text: str | None) -> Fraction:
-    if text is None:
+def _fill(args: argparse.Namespace) -> Fraction:
+    if args.fill is None:
         return Fraction(1)
+    name = f"{name_of(args, 'fill')} {args.fill[:80]!r}"
     try:
-        fill = Fraction(text)
+        fill = Fraction(args.fill)
     except (ValueError, ZeroDivisionError):
-        raise SettingsError(f"--fill {text[:80]!r} is no number; give a part above 0, up to 1") from None
+        raise SettingsError(f"{name} is no number; give a part above 0, up to 1") from None
     if not 0 < fill <= 1:
-        raise SettingsError(f"--fill {text[:80]}: give a part above 0, up to 1")
+        raise SettingsError(f"{name}: give a part above 0, up to 1")
     return fill
 
 
-def _at_least(name: str, value: int, least: int) -> int:
+def _at_least(args: argparse.Namespace, key: str, least: int = 1) -> int:
+    """A count that was given, 0 if it was not."""
+    value: int | None = getattr(args, key)
+    if value is None:
+        return 0
     if not least <= value <= 1 << 20:
-        raise SettingsError(f"--{name} {value}: give {least} to {1 << 20}")
+        raise SettingsError(f"{name_of(args, key)} {shown(value)}: give {least} to {1 << 20}")
     return value
 
 
 def _note_assumptions(args: argparse.Namespace, inputs: Inputs, assumed: list[str]) -> None:
+    ragged = inputs.fields.has_routing and inputs.fields.encoding != "dense"
     if args.fill is None and not inputs.held_input_nbytes:
         assumed.append("fill = 1: every token is real; --fill sets it")
-    elif inputs.fields.has_routing and inputs.fields.encoding != "dense" and not inputs.max_real_tokens:
+    elif ragged and inputs.capacity < inputs.host_rows * inputs.tokens and not inputs.max_real_tokens:
         assumed.append(f"max_real_tokens = {inputs.capacity}, as --fill says: a run needs it for slots of that size")
     if not inputs.held_input_nbytes:
-        assumed.append("the trajectories of two steps are held; larger batches of a source only max_held_bytes stops")
+        assumed.append(
+            f"the trajectories of {inputs.held_microbatches} micro-batches are held; larger batches of a source only "
+            "max_held_bytes stops"
+        )
     if inputs.hosts > 1:
         assumed.append(f"{inputs.host_rows} of {inputs.rows} rows per host; every node holds all trajectories")
     if inputs.journaled:
         assumed.append("the source cannot be replayed, so it is journaled")
+    if inputs.saves_every != inputs.checkpoint_every:
+        assumed.append("max_held_bytes may force a checkpoint at any step: counted as checkpoint_every = 1")
+    if inputs.param_nbytes:
+        assumed += _about_parameters(inputs)
     assumed.append(
         f"activations, compiled programs and what plug-ins keep are not counted; the processes take "
-        f"{in_words(PROCESS_NBYTES)}"
+        f"{in_words(PROCESS_NBYTES)}, as measured on CPU: an accelerator's libraries take more"
     )
+
+
+def _about_parameters(inputs: Inputs) -> list[str]:
+    found = []
+    if not inputs.scores:
+        found.append(
+            "nothing is scored, so nothing is kept to score with; an OptaxEngine with logps_fn keeps the parameters it "
+            "began with all the same"
+        )
+    if inputs.weight_sync and not inputs.param_leaves:
+        found.append(
+            f"the weights pool is at least of that size: every array is padded to 64 bytes, and more than {MAX_LEAVES} "
+            "of them weight_sync refuses; --param-leaves says how many there are"
+        )
+    return found
 
 
 def origins(args: argparse.Namespace, resolved: Resolved, inputs: Inputs) -> dict[str, dict[str, object]]:
@@ -235,12 +253,12 @@ def origins(args: argparse.Namespace, resolved: Resolved, inputs: Inputs) -> dic
         "word_fields": sum(len(field.shape) == 2 for field in fields.layout(1, 1).fields),
         "routing_encoding": fields.encoding, "fill": str(inputs.fill), "platform": inputs.platform,
         "param_bytes": inputs.param_nbytes, "optimizer_bytes": inputs.optimizer_nbytes, "hosts": inputs.hosts,
-        "replay": inputs.replay, "device_memory": args.device_memory, "limit": args.limit,
+        "param_dtype": args.param_dtype or "float32", "param_leaves": inputs.param_leaves, "replay": inputs.replay,
+        "device_memory": args.device_memory, "limit": args.limit,
     }  # fmt: skip
     for name, value in taken.items():
         origin = f"bundle {bundle}" if bundle is not None and name in OF_THE_BUNDLE else "assumed"
-        given = getattr(args, name) not in (None, False)
-        found[name] = {"value": value, "origin": "--" + name.replace("_", "-") if given else origin}
+        found[name] = {"value": value, "origin": args.spelled.get(name, origin)}
     return found
 
 

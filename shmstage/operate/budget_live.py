@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from shmstage.budget.formula import Forecast, forecast
+from shmstage.budget.report import add_texts
 from shmstage.errors import SettingsError
 from shmstage.events import read_json
 from shmstage.launch.run_directory import find_run, run_file
@@ -18,6 +19,7 @@ from shmstage.memory.inspect import PoolSnapshot, read_pools
 from shmstage.memory.limits import format_nbytes
 from shmstage.memory.usage import ProcessUse, process_use
 from shmstage.operate.budget_command import inputs_from
+from shmstage.operate.budget_settings import take_table
 from shmstage.settings import Settings, resolve
 
 REMEDY = "name the OUT directory of a run, its id or the beginning of it"
@@ -47,6 +49,7 @@ def show_live(name: str, args: argparse.Namespace) -> int:
     out = find_run(name)
     flags = {key: getattr(args, key) for key in Settings.model_fields if getattr(args, key, None) is not None}
     resolved = resolve(flags, {}, args.config, before=run_file(out), before_origin=f"{out}/run.json")
+    take_table(args, resolved.budget, args.config)
     inputs, assumed = inputs_from(args, resolved)
     found, use = forecast(inputs), use_of(out)
     rows = compare(found, use)
@@ -113,20 +116,21 @@ def _as_json(
 
 def _print(out: Path, use: Use, rows: list[tuple[str, int, int]], assumed: list[str]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from shmstage.launch.progress import PatientConsole
 
     console = PatientConsole()
-    table = Table(title=f"run {use.run} in {out}, bytes", title_justify="left")
+    table = Table(title=Text(f"run {use.run} in {out}, bytes"), title_justify="left")
     table.add_column("")
     for name in ("forecast", "used now"):
         table.add_column(name, justify="right")
     for what, wanted, used in rows:
-        table.add_row(what, f"{wanted} ({format_nbytes(wanted)})", f"{used} ({format_nbytes(used)})")
+        add_texts(table, what, f"{wanted} ({format_nbytes(wanted)})", f"{used} ({format_nbytes(used)})")
     table.add_section()
     for role, each in use.processes.items():
         text = "does not run" if each is None else f"{each.private_nbytes} ({format_nbytes(each.private_nbytes)})"
-        table.add_row(f"{role}, without pools", "", text)
+        add_texts(table, f"{role}, without pools", "", text)
     console.print(table)
     for text in assumed:
         console.print(f"assumed: {text}", markup=False, highlight=False, soft_wrap=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from shmstage.launch.command import CommandParser, json_on_failure
 from shmstage.memory.limits import format_nbytes
 from shmstage.memory.sweep import LeftObject, SweepReport, SweptObject, sweep_with_reasons
 from shmstage.operate.run_status import locate
-from shmstage.transport.endpoint_lock import clear_stale_endpoints
+from shmstage.transport.endpoint_lock import sweep_endpoints
 from shmstage.transport.endpoints import endpoint_for, runtime_dir, socket_path
 
 #: who listens, or holds a socket's lock, in a run
@@ -53,11 +52,10 @@ def collect(run_id: str | None = None, *, dry_run: bool) -> SweepReport:
         endpoints = [lock.with_suffix("") for lock in sorted(runtime_dir().glob("*.lock"))]
     else:
         endpoints = [socket_path(endpoint_for(run_id, role)) for role in ROLES]
-    stale = clear_stale_endpoints(endpoints, dry_run=dry_run)
-    living = [path for path in endpoints if path not in stale and _is_there(path)]
+    looks = sweep_endpoints(endpoints, dry_run=dry_run)
     return SweepReport(
-        (*memory.removed, *(SweptObject(str(path), "no living process owns this socket", 0) for path in stale)),
-        (*memory.left_alone, *(LeftObject(str(path), "a living process owns this socket") for path in living)),
+        (*memory.removed, *(SweptObject(str(look.path), look.reason, 0) for look in looks if look.stale)),
+        (*memory.left_alone, *(LeftObject(str(look.path), look.reason) for look in looks if not look.stale)),
     )
 
 
@@ -74,7 +72,3 @@ def in_words(report: SweepReport, *, dry_run: bool) -> list[str]:
         return [*lines, "nothing to remove"]
     count, nbytes = len(report.removed), format_nbytes(sum(item.nbytes for item in report.removed))
     return [*lines, f"{verb} {count} file{'s' * (count > 1)}, {nbytes} of shared memory"]
-
-
-def _is_there(path: Path) -> bool:
-    return path.exists() or path.with_name(path.name + ".lock").exists()

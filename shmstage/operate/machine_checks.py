@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from shmstage.memory.limits import format_nbytes
-from shmstage.memory.machine import Machine, smallest
+from shmstage.memory.limits import format_nbytes, tightest
+from shmstage.memory.machine import Machine
+from shmstage.memory.mounts import huge_choice
 
 Level = Literal["ok", "note", "problem"]
 
@@ -60,14 +61,14 @@ def _check_limits(machine: Machine) -> Finding:
     if machine.limits_problem:
         remedy = "mount /sys/fs/cgroup and /proc readable: without the limit every start ends with exit code 3"
         return Finding("limits", "problem", machine.limits_problem, remedy)
-    tightest, mount = smallest(machine.limits), machine.limit("mount")
-    if tightest is None or mount is None or tightest.kind == "mount":
+    binding, mount = tightest(machine.limits), machine.limit("mount")
+    if binding is None or mount is None or binding.kind == "mount":
         return Finding("limits", "ok", "the mount is the tightest memory limit")
-    left = f"{tightest.name} leaves {format_nbytes(tightest.available_nbytes)}"
-    if tightest.kind == "cgroup":
+    left = f"{binding.name} leaves {format_nbytes(binding.available_nbytes)}"
+    if binding.kind == "cgroup":
         text = f"{left}, less than the mount shows ({format_nbytes(mount.available_nbytes)}); pools count against it"
         return Finding("limits", "note", text, "plan with `shmstage budget`, or raise the container's memory limit")
-    total = tightest.total_nbytes or tightest.available_nbytes
+    total = binding.total_nbytes or binding.available_nbytes
     if mount.total_nbytes > total:
         text = f"{machine.shm_dir} shows {format_nbytes(mount.total_nbytes)}, the machine has {format_nbytes(total)}"
         return Finding("limits", "note", text, "go by `shmstage budget`, not by df: the smallest limit counts")
@@ -104,9 +105,10 @@ def _check_namespaces(machine: Machine) -> Finding:
 
 def _check_huge_pages(machine: Machine) -> Finding:
     option, policy = machine.huge_option, machine.huge_policy
-    given = option in ("always", "advise", "within_size") or policy == "force"
-    if given and policy != "deny":
-        return Finding("huge pages", "ok", f"the mount gives huge pages (huge={option or policy})")
+    choice = huge_choice(option, policy)
+    if choice != "never":
+        who = "the kernel" if policy == "force" else "the mount"
+        return Finding("huge pages", "ok", f"{who} gives huge pages ({choice})")
     if policy == "deny":
         remedy = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
         text = "the kernel denies huge pages to shared memory: making a pool takes longer"
@@ -174,8 +176,8 @@ def check_leftovers(machine: Machine, nbytes: int, count: int) -> Finding:
     """What ``shmstage gc`` would remove now."""
     if not count:
         return Finding("leftovers", "ok", "the dead have left nothing in shared memory")
-    tightest = smallest(machine.limits)
-    much = tightest is not None and nbytes > (tightest.available_nbytes + nbytes) * MUCH_LEFT
+    binding = tightest(machine.limits)
+    much = binding is not None and nbytes > (binding.available_nbytes + nbytes) * MUCH_LEFT
     files = f"{count} file{'s' * (count > 1)}"
     text = f"{files} of dead processes hold {format_nbytes(nbytes)} of shared memory"
     return Finding("leftovers", "problem" if much else "note", text, "shmstage gc")

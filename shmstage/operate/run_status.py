@@ -13,7 +13,7 @@ from typing import Any
 
 from shmstage.errors import SettingsError
 from shmstage.events import read_failure
-from shmstage.launch.run_directory import ROLES, find_run
+from shmstage.launch.run_directory import LAUNCHER, ROLES, find_run
 from shmstage.memory.inspect import (
     PoolSnapshot,
     ProcessSnapshot,
@@ -23,8 +23,9 @@ from shmstage.memory.inspect import (
     read_processes,
 )
 from shmstage.memory.names import list_objects, run_hash
-from shmstage.operate.run_verdict import Verdict, judge
+from shmstage.operate.run_verdict import DEFAULT_STOP_GRACE_S, Verdict, judge
 from shmstage.operate.step_tail import Progress, read_progress
+from shmstage.settings import DEFAULT_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +107,12 @@ def _status(out: Path) -> RunStatus:
     checkpoint = _newest_checkpoint(out)
     verdict = judge(
         processes, pools, finished=(out / "summary.json").exists(), failures=failures, has_steps=progress is not None,
-        out=str(out.absolute()), checkpoint=checkpoint, grace_s=_number(settings.get("stop_grace_s"), 20.0),
+        out=str(out.absolute()), checkpoint=checkpoint,
+        grace_s=_number(settings.get("stop_grace_s"), DEFAULT_STOP_GRACE_S),
     )  # fmt: skip
     steps = settings.get("steps")
     if steps is None and settings.get("passes") is None:
-        steps = 12
+        steps = DEFAULT_STEPS
     return RunStatus(
         run=printable(run), out=out.absolute(), verdict=verdict, processes=processes, pools=pools, progress=progress,
         epoch=record.get("epoch") if isinstance(record.get("epoch"), int) else None,
@@ -195,7 +197,7 @@ def _run_record(out: Path) -> tuple[dict[str, Any], list[str]]:
 def _failures(out: Path) -> tuple[dict[str, str], list[str]]:
     """Role → what it said when it failed, and what cannot be read."""
     found, odd = {}, []
-    for role in ROLES:
+    for role in (LAUNCHER, *ROLES):
         try:
             error = read_failure(out, role)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

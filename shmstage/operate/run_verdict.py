@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shmstage.memory.inspect import PoolSnapshot, ProcessSnapshot
+from shmstage.memory.inspect import UNFINISHED, PoolSnapshot, ProcessSnapshot
 from shmstage.memory.limits import format_nbytes
+from shmstage.settings import Settings
 
 State = Literal[
     "starting",
@@ -23,6 +24,7 @@ State = Literal[
     "unclear",
 ]
 _CHILDREN = ("orchestrator", "trainer")
+DEFAULT_STOP_GRACE_S = float(Settings.model_fields["stop_grace_s"].default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ def judge(
     has_steps: bool = False,
     out: str = "",
     checkpoint: int | None = None,
-    grace_s: float = 20.0,
+    grace_s: float = DEFAULT_STOP_GRACE_S,
 ) -> Verdict:
     """Of one run. Without ``out`` nothing is known but what lies in shared memory."""
     known, pools = list(processes), list(pools)
@@ -63,14 +65,18 @@ def judge(
     if children := [process for process in living if process.role in _CHILDREN]:
         text = f"the launcher is dead; {_names(children)} of it still {'ends' if len(children) == 1 else 'end'}"
         return Verdict("orphaned", text, (f"that takes up to {2 * grace_s:g} s by itself; look again then",))
-    remedies = ["`shmstage gc` frees what is left"] if left else []
+    unsure = [pool for pool in pools if pool.problem == UNFINISHED]
+    remedies = ["`shmstage gc` frees what is left"] if left or unsure else []
     again = f"`shmstage run --resume {out}` goes on from checkpoint {checkpoint}" if checkpoint is not None else ""
     tail = f"; {left} left behind" if left else ""
+    tail += "".join(f"; {pool.name} is {pool.problem}" for pool in unsure)
     tail += f"; {_names(living)} still {'lives' if len(living) == 1 else 'live'}" if living else ""
     if finished:
         return Verdict("finished", f"it has made all its steps{tail}", tuple(remedies))
     remedies = [again, *remedies] if again else remedies
     told = {role: text for role, text in (failures or {}).items() if not text.startswith("StoppedError")}
+    if "launcher" in told:  # it knows the whole of it; the children tell their parts
+        told = {"launcher": told["launcher"]}
     if told:
         said = "; ".join(f"the {role} says: {text}" for role, text in told.items())
         return Verdict("failed", f"{said}{tail}", tuple(remedies))
@@ -106,13 +112,15 @@ def _of_memory_alone(
     if left:
         return Verdict("killed", f"its processes are dead; {left} left behind", ("`shmstage gc` frees what is left",))
     if odd:
-        return Verdict("unclear", "; ".join(f"{pool.name}: {pool.problem}" for pool in odd))
+        unsure = any(pool.problem == UNFINISHED for pool in odd)
+        remedies = ("`shmstage gc` removes it unless somebody is making it",) if unsure else ()
+        return Verdict("unclear", "; ".join(f"{pool.name}: {pool.problem}" for pool in odd), remedies)
     return Verdict("ended", "nothing of it is left")
 
 
 def _left_behind(processes: Sequence[ProcessSnapshot], pools: Sequence[PoolSnapshot]) -> str:
     """What the dead of a run have in shared memory, in words; "" for nothing."""
-    dead = [pool for pool in pools if pool.owner.alive is False or pool.problem.startswith("half made")]
+    dead = [pool for pool in pools if pool.owner.alive is False]
     parts = []
     if dead:
         nbytes = format_nbytes(sum(pool.allocated_nbytes for pool in dead))

@@ -114,6 +114,8 @@ def _watch(run: str | None, every_s: float, sleep: Callable[[float], None] = tim
             while True:
                 _show(view, console)
                 sys.stdout.flush()
+                if console.quiet:  # whoever read the pipe is gone
+                    return 0
                 sleep(every_s)
                 view = _view_again(run)
         with Live(view, console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:

@@ -120,7 +120,8 @@ def _processes(status: RunStatus) -> RenderableType:
         said = (status.failures or {}).get(process.role, "")
         pid = str(process.pid) if process.pid else "-"
         life = _life(process, in_order=status.verdict.state in ("finished", "ended"))
-        table.add_row(process.role or "?", pid, life, Text("; ".join(part for part in (note, said) if part)))
+        role = Text(process.role or "?")  # as a lock file says
+        table.add_row(role, pid, life, Text("; ".join(part for part in (note, said) if part)))
     return table
 
 

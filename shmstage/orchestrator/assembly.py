@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from shmstage.budget.check import check_run
-from shmstage.budget.inputs import fields_of_trajectory, inputs_of, lower_bound
-from shmstage.budget.platform import platform_here
 from shmstage.memory.identity import PeerWatch
 from shmstage.memory.layout import Layout
 from shmstage.memory.pool import Pool
@@ -59,9 +55,8 @@ class Layouts:
 
 def layouts_of(settings: Settings, first: Trajectory, evaluation: BundleSource | None) -> Layouts:
     """Taken from the first trajectory of each: all of an input carry the same fields."""
-    evaluate = None
-    if evaluation is not None:
-        evaluate = layout_of(next(iter(evaluation.groups(0))).trajectories[0], settings, late=())
+    evaluated = first_evaluated(evaluation)
+    evaluate = layout_of(evaluated, settings, late=()) if evaluated is not None else None
     return Layouts(layout_of(first, settings, late=late_fields(settings)), evaluate)
 
 
@@ -74,18 +69,9 @@ def layout_of(first: Trajectory, settings: Settings, *, late: tuple[str, ...]) -
     )  # fmt: skip
 
 
-def check_budget(
-    settings: Settings, first: Trajectory, evaluation: BundleSource | None, *, restarted: bool
-) -> None:
-    """Raises ``BudgetError`` if what is still to be allocated does not fit; the input is in memory by now.
-
-    ``restarted``: the trainer may have its device buffers already, so only the pool is asked for.
-    """
-    evaluated = None
-    if evaluation is not None:
-        evaluated = fields_of_trajectory(next(iter(evaluation.groups(0))).trajectories[0])
-    inputs = inputs_of(settings, fields_of_trajectory(first, late_fields(settings)), evaluated)
-    check_run(lower_bound(inputs, "accelerator" if restarted else platform_here(os.environ)))
+def first_evaluated(evaluation: BundleSource | None) -> Trajectory | None:
+    """Stands for all of an evaluation bundle: they carry the same fields."""
+    return next(iter(evaluation.groups(0))).trajectories[0] if evaluation is not None else None
 
 
 def evaluation_source(settings: Settings) -> BundleSource | None:

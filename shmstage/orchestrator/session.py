@@ -7,12 +7,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, fields
 from typing import Any
 
+from shmstage.budget.check import check_before_pool
 from shmstage.errors import PluginError, PoolError, SettingsError, TransportError
 from shmstage.events import JsonLines, write_json
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.pool import Pool
 from shmstage.memory.sweep import sweep
-from shmstage.orchestrator.assembly import Layouts, assemble, check_budget, evaluation_source, hooks_of, layouts_of
+from shmstage.orchestrator.assembly import Layouts, assemble, evaluation_source, first_evaluated, hooks_of, layouts_of
 from shmstage.orchestrator.beginning import begin_attempt
 from shmstage.orchestrator.connection import TRAINER, Connection, connect
 from shmstage.orchestrator.hooks import Hooks
@@ -51,7 +52,7 @@ def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool])
             # before memory is asked for: the trainer may still map the pool of the orchestrator before
             connected(None, again=True).close()
         sweep(settings.run)
-        check_budget(settings, source.first, evaluation, restarted=epoch > 1)
+        check_before_pool(settings, source.first, first_evaluated(evaluation), restarted=epoch > 1)
         pool = Pool.create(
             settings.run, epoch=epoch, layouts=layouts.all, slots=settings.slots, aux_slots=settings.aux_slots,
             identity=identity, numa=settings.numa,

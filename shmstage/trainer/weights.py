@@ -24,6 +24,7 @@ from shmstage.trainer.host_copy import copy_to
 from shmstage.wire.handles import handle_to_wire
 
 BUFFERS = 3
+REMEDY = 'set weight_sync = "off", or give the machine more shared memory'
 LOOK_EVERY_S = 0.005
 
 
@@ -120,7 +121,7 @@ class WeightsPool:
                 # its one consumer ends no lease: a version stays published until it is withdrawn
                 self._pool = Pool.create(
                     self._run_id, epoch=self._incarnation, layouts=[layout], slots=BUFFERS, identity=self._identity,
-                    numa=self._numa,
+                    numa=self._numa, remedy=f"these are {BUFFERS} places for all parameters: {REMEDY}",
                 )  # fmt: skip
             return self._pool
 

@@ -13,7 +13,7 @@ import stat
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 from shmstage.errors import EndpointBusyError, TransportError
 from shmstage.memory.locks import lock_exclusively
@@ -38,7 +38,9 @@ class EndpointLock:
         self._give_up = weakref.finalize(self, _give_up, self._fd, (self._lock_path,), os.getpid())
         _held.add(self)
         try:
-            _clear_stale(path)
+            if problem := _why_not_stale(path):
+                raise problem
+            path.unlink(missing_ok=True)
         except BaseException:
             self.release()
             raise
@@ -74,37 +76,64 @@ class EndpointLock:
             os.close(self._fd)
 
 
+class EndpointLook(NamedTuple):
+    """A socket path, whether a dead process left socket or lock there, and how that is known."""
+
+    path: Path
+    stale: bool
+    reason: str
+
+
 def clear_stale_endpoints(paths: Iterable[Path], *, dry_run: bool = False) -> list[Path]:
     """Of these socket paths, those that a dead process left behind, socket or lock file; removed unless ``dry_run``.
 
     Whatever a living process owns, or is not a socket of ours, is left alone.
     """
-    stale = []
-    for path in paths:
-        lock = path.with_name(path.name + ".lock")
-        if not (path.exists() or lock.exists()):
-            continue
-        if dry_run:
-            if not _is_locked(lock):
-                stale.append(path)
-            continue
-        with contextlib.suppress(TransportError):
-            EndpointLock(path).release()
-            stale.append(path)
-    return stale
+    return [look.path for look in sweep_endpoints(paths, dry_run=dry_run) if look.stale]
 
 
-def _is_locked(lock: Path) -> bool:
+def sweep_endpoints(paths: Iterable[Path], *, dry_run: bool) -> list[EndpointLook]:
+    """Of these socket paths, those where something stands; what is stale is removed unless ``dry_run``."""
+    looks = [look for path in paths if (look := look_at_endpoint(path)) is not None]
+    return looks if dry_run else [_remove(look) if look.stale else look for look in looks]
+
+
+def look_at_endpoint(path: Path) -> EndpointLook | None:
+    """``None`` if nothing stands there. Changes nothing."""
+    lock = path.with_name(path.name + ".lock")
+    if not (os.path.lexists(path) or os.path.lexists(lock)):
+        return None
+    problem = _why_locked(lock)
+    if not problem:
+        error = _why_not_stale(path)
+        problem = "" if error is None else str(error)
+    return EndpointLook(path, not problem, problem or "no living process owns this socket")
+
+
+def _remove(look: EndpointLook) -> EndpointLook:
+    try:
+        EndpointLock(look.path).release()
+    except TransportError as error:  # it came to life, or changed, after the look
+        return look._replace(stale=False, reason=str(error))
+    return look
+
+
+def _why_locked(lock: Path) -> str:
+    """Why nobody may take the lock now; "" if anybody may, which is so where there is none."""
     try:
         fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"its lock cannot be opened: {error.strerror}"
     try:
-        # shared, and only for this moment: an owner that starts now tries again
+        # shared, and only for this moment: ``lock_exclusively`` of an owner that starts now tries again
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except OSError:
-        return True
+        return ""
+    except BlockingIOError:
+        return "a living process owns this socket"
+    except OSError as error:
+        return f"its lock cannot be looked at: {error.strerror}"
     finally:
         os.close(fd)
 
@@ -118,27 +147,28 @@ def _give_up(fd: int, paths: tuple[Path, ...], pid: int) -> None:
     os.close(fd)
 
 
-def _clear_stale(path: Path) -> None:
+def _why_not_stale(path: Path) -> TransportError | None:
+    """Why what stands at a path whose lock nobody holds may not be removed; ``None`` if it may, or nothing does."""
     try:
         found = path.lstat()
     except FileNotFoundError:
-        return
+        return None
+    except OSError as error:
+        return TransportError(f"cannot look at {path}: {error.strerror}")
     if not stat.S_ISSOCK(found.st_mode):
-        raise TransportError(f"{path} exists and is not a socket; it is left alone; choose another run id")
+        return TransportError(f"{path} exists and is not a socket; it is left alone; choose another run id")
     if found.st_uid != os.getuid():
-        raise TransportError(f"{path} belongs to user {found.st_uid}, not {os.getuid()}; it is left alone")
+        return TransportError(f"{path} belongs to user {found.st_uid}, not {os.getuid()}; it is left alone")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-            return
+            return None
         except BlockingIOError:
             pass  # its backlog is full: somebody owns it
         except OSError as error:
-            raise TransportError(f"cannot tell whether {path} is in use: {error.strerror}") from error
-    raise EndpointBusyError(f"somebody answers on {path} without holding its lock; stop that process first")
+            return TransportError(f"cannot tell whether {path} is in use: {error.strerror}")
+    return EndpointBusyError(f"somebody answers on {path} without holding its lock; stop that process first")
 
 
 def _forget_after_fork() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "packing"))
+from namespaces import in_namespace
 from test_bundle_facts import make_bundle
 
 from shmstage import cli
@@ -113,6 +114,123 @@ def test_settings_come_from_a_file_the_environment_and_flags(
     assert origins["fill"] == {"value": "1", "origin": "assumed"}
 
 
+FILE = """
+rows = 8
+[budget]
+layers = 60
+top_k = 10
+experts = 512
+routing_encoding = "ragged_packed"
+fill = 0.5
+word_fields = 7
+param_bytes = 1_000_000
+param_dtype = "bfloat16"
+param_leaves = 7
+optimizer_bytes = "4MB"
+platform = "accelerator"
+hosts = 2
+replay = true
+device_memory = "80GB"
+limit = ["mount=1GB", "cgroup=2GB", "ram=2GB"]
+"""
+
+
+def test_what_only_the_budget_is_told_comes_from_a_table_of_the_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same file that `shmstage run` reads, which has no use for it; a flag beats it."""
+    Path("run.toml").write_text(FILE)
+    code, found = budget("--config", "run.toml", "--layers", "6", "--explain", capsys=capsys)
+    assert code == 0
+    flags = (
+        *("--rows", "8", "--layers", "6", "--top-k", "10", "--experts", "512", "--routing-encoding", "ragged_packed"),
+        *("--fill", "0.5", "--word-fields", "7", "--param-bytes", "1000000", "--param-dtype", "bfloat16"),
+        *("--param-leaves", "7", "--optimizer-bytes", "4MB", "--platform", "accelerator", "--hosts", "2", "--replay"),
+        *("--device-memory", "80GB", "--limit", "mount=1GB", "--limit", "cgroup=2GB", "--limit", "ram=2GB"),
+    )
+    _, flagged = budget(*flags, capsys=capsys)
+    origins = found.pop("origins")
+    assert found == flagged
+    assert origins["layers"] == {"value": 6, "origin": "--layers"}
+    assert origins["top_k"] == {"value": 10, "origin": "file run.toml"}
+    assert origins["limit"]["origin"] == origins["replay"]["origin"] == "file run.toml"
+    assert cli.main(["run", "--config", "run.toml", "--print-config", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert "budget" not in printed
+    assert printed["rows"] == {"value": 8, "origin": "file run.toml"}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("layer = 3", "unknown key layer = 3 in [budget] of run.toml; did you mean layers?"),
+        ("slots = 3", "it is a setting of the run: write it above the tables"),
+        ("zzz = 3", "`shmstage budget --help` lists all of them"),
+        ('layers = "3"', "layers = '3' in [budget] of run.toml must be a whole number"),
+        ("layers = true", "must be a whole number"),
+        ("layers = 0\ntop_k = 1", "layers (file run.toml) 0: give 1 to"),
+        ("param_bytes = 1.5", 'must be bytes, or a text as "10GB"'),
+        ("param_bytes = -1", "is no size; give bytes"),
+        (f"param_bytes = {'9' * 5000}", "run.toml is not valid TOML"),
+        ('platform = "gpu"', "must be one of cpu, accelerator"),
+        ("platform = [1]", "must be one of cpu, accelerator"),
+        ("replay = 1", "must be true or false"),
+        ("fill = [1]", "must be a number above 0, up to 1"),
+        ("fill = 2.0", "fill (file run.toml) '2.0': give a part above 0, up to 1"),
+        ("fill = nan", "is no number"),
+        ("limit = [1, {}]", "must be a size"),
+        ('limit = "disk=1"', "no limit is of kind 'disk'"),
+    ],
+)
+def test_a_table_that_makes_no_sense_is_refused_and_named(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.toml").write_text(f"[budget]\n{line}\n")
+    code, found = budget("--config", "run.toml", capsys=capsys)
+    assert (code, found["error"]["kind"]) == (2, "SettingsError")
+    assert said in found["error"]["text"]
+
+
+def test_a_budget_that_is_no_table_is_an_unknown_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.toml").write_text("budget = 3\n")
+    _, found = budget("--config", "run.toml", capsys=capsys)
+    assert "unknown setting budget = 3" in found["error"]["text"]
+
+
+def test_smaller_parameters_have_larger_sums(capsys: pytest.CaptureFixture[str]) -> None:
+    state = (*SMALL, "--param-bytes", "1MB")
+    _, found = budget(*state, capsys=capsys)
+    assert found["needs"]["accumulators"] == 10**6
+    assert any("parameters are float32" in text for text in found["assumed"])
+    _, found = budget(*state, "--param-dtype", "bfloat16", capsys=capsys)
+    assert (found["needs"]["accumulators"], found["needs"]["gradients"]) == (2 * 10**6, 10**6)
+    assert not any("parameters are float32" in text for text in found["assumed"])
+
+
+def test_more_arrays_than_a_weights_pool_publishes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    state = (*SMALL, "--param-bytes", "1MB", "--weight-sync", "async")
+    code, found = budget(*state, "--param-leaves", "257", capsys=capsys)
+    assert code == 2
+    assert "--param-leaves 257: weight_sync publishes at most 256" in found["error"]["text"]
+    assert budget(*state, "--param-leaves", "256", capsys=capsys)[0] == 0
+    said = "\n".join(budget(*state, capsys=capsys)[1]["assumed"])
+    assert "more than 256 of them weight_sync refuses" in said
+
+
+def test_checkpoints_that_held_bytes_may_force_are_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    held = (*SMALL, "--source", "mine:make", "--max-held-bytes", "1000000")
+    assert any("counted as checkpoint_every = 1" in text for text in budget(*held, capsys=capsys)[1]["assumed"])
+    every = (*held, "--checkpoint-every", "1")
+    assert not any("counted as" in text for text in budget(*every, capsys=capsys)[1]["assumed"])
+
+
+def test_a_limit_on_real_tokens_is_assumed_only_where_one_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    packed = (*GOLDEN, "--routing-encoding", "ragged_packed", "--limit", "1TB", "--fill")
+    assert not any("max_real_tokens" in text for text in budget(*packed, "1.0", capsys=capsys)[1]["assumed"])
+    said = budget(*packed, "0.5", capsys=capsys)[1]["assumed"]
+    assert any("max_real_tokens = 2097152" in text for text in said)
+
+
 def test_late_fields_that_settings_ask_for_are_in_the_slot(capsys: pytest.CaptureFixture[str]) -> None:
     plain = {field["name"] for field in budget(*SMALL, capsys=capsys)[1]["fields"]}
     _, found = budget("--recompute-old-logps", "--reference-logps", *SMALL, capsys=capsys)
@@ -146,7 +264,11 @@ def test_an_evaluation_bundle_counts_its_layout_and_its_bytes(
     assert found["needs"]["slot_payload"] == without["needs"]["slot_payload"]
     assert found["needs"]["slot"] > without["needs"]["slot"]
     shards = sum(file.stat().st_size for file in evaluation.glob("shard-*"))
-    assert found["needs"]["processes"] - without["needs"]["processes"] == shards
+    assert found["needs"]["evaluation_trajectories"] == shards
+    assert found["needs"]["processes"] == without["needs"]["processes"]
+    assert "scoring_buffer" not in found["needs"]
+    _, run = budget(*shape, "--eval-bundle", str(evaluation), "--eval-every", "2", capsys=capsys)
+    assert run["needs"]["scoring_buffer"] == run["needs"]["slot"] > run["needs"]["device_buffers"] // 2
 
 
 def test_what_nobody_said_is_marked_as_assumed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,20 +330,18 @@ def test_people_get_tables_and_a_verdict_line(capsys: pytest.CaptureFixture[str]
     for text in ("routed_experts", "64×65536×60×10", "5033164800", "97.7%", "GB (1e9)", "19.19 GiB", "slots = 3 x"):
         assert text in out
     assert "most that fits, all else as it is:" in out
+    # brackets are text, not rich's markup
+    assert cli.main(["budget", *GOLDEN, "--routing-encoding", "ragged", "--limit", "1TB", "--explain"]) == 0
+    assert "[rows, tokens, layers, top_k]" in " ".join(capsys.readouterr().out.split())
     assert out.splitlines()[-1].startswith("does not fit: shm and host memory needs ")
 
 
 def run_real(*arguments: str, cwd: Path, prelude: str = "") -> subprocess.CompletedProcess[str]:
+    """``prelude``: mounts that only the command sees."""
     command = [sys.executable, "-m", "shmstage.cli", *arguments]
     if prelude:
-        command = ["unshare", "-m", "sh", "-c", f'{prelude} && exec "$@"', "sh", *command]
+        return in_namespace(prelude, command, cwd=cwd)
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=90, check=False)
-
-
-def needs_mounts() -> None:
-    done = subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
-    if done.returncode:
-        pytest.skip("mount namespaces cannot be made here: " + done.stderr.decode().strip())
 
 
 @pytest.mark.slow
@@ -244,7 +364,6 @@ def test_exit_codes_through_the_real_command_line(arguments: tuple[str, ...], co
 @pytest.mark.slow
 def test_a_limit_that_cannot_be_read_is_exit_3_unless_one_is_given(tmp_path: Path) -> None:
     """L4: a cgroup path that is not under the mount falls back to its root, and what is unreadable is never guessed."""
-    needs_mounts()
     # what cannot be read stands where cgroup v1 and v2 have their limits
     broken = (
         "mount -t tmpfs none /sys/fs/cgroup && mkdir -p /sys/fs/cgroup/memory/memory.limit_in_bytes "
@@ -261,7 +380,6 @@ def test_a_limit_that_cannot_be_read_is_exit_3_unless_one_is_given(tmp_path: Pat
 @pytest.mark.slow
 def test_a_small_shared_memory_mount_binds_although_ram_is_plenty(tmp_path: Path) -> None:
     """S20, S21, L1: 64 MB /dev/shm as docker gives it, one clear failure; the verdict names it and --shm-size."""
-    needs_mounts()
     docker = "mount -t tmpfs -o size=64m none /dev/shm"
     shape = ("--rows", "64", "--tokens", "16384")
     done = run_real("budget", *shape, "--json", cwd=tmp_path, prelude=docker)

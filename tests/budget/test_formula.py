@@ -16,6 +16,7 @@ from shmstage.budget.fields import MicrobatchFields, words
 from shmstage.budget.formula import MOMENTS, SCOPES, Inputs, forecast
 from shmstage.errors import LayoutError, SettingsError
 from shmstage.memory.identity import ProcessIdentity
+from shmstage.memory.layout import Layout
 from shmstage.memory.pool import Pool
 from shmstage.packing.fields import RECOMPUTED, REF_LOGPS, microbatch_layout
 from shmstage.packing.journal import SEGMENT_NBYTES
@@ -125,6 +126,25 @@ def test_a_limit_on_what_is_held_caps_it_and_a_bundle_is_held_whole() -> None:
     assert amounts(small(held_input_nbytes=12345, max_held_nbytes=1000))["held_trajectories"] == 12345
 
 
+@pytest.mark.parametrize(
+    ("per_step", "buffers", "slots", "held"),
+    [
+        (3, 2, 3, 7),  # step k, k + 1, and the first of k + 2
+        (1, 2, 3, 4),  # two steps in the buffers, and the two that may be packed beyond the last that was sent
+        (8, 2, 3, 16),  # slots and buffers end before a second step does
+        (3, 8, 9, 13),  # three steps were closed and wait for the device, the fourth is sent
+        (3, 8, 2, 12),
+    ],
+)
+def test_a_pipelined_run_holds_what_buffers_and_slots_let_it_begin(
+    per_step: int, buffers: int, slots: int, held: int
+) -> None:
+    inputs = small(pipelined=True, microbatches_per_step=per_step, device_buffers=buffers, slots=slots)
+    assert amounts(inputs)["held_trajectories"] == held * 4 * 256 * 16
+    serial = replace(inputs, pipelined=False)
+    assert amounts(serial)["held_trajectories"] == 2 * per_step * 4 * 256 * 16
+
+
 def test_max_real_tokens_bounds_what_is_real() -> None:
     assert small(max_real_tokens=100).real_tokens == 100
     assert small(max_real_tokens=1 << 30).real_tokens == 4 * 256
@@ -135,9 +155,64 @@ def test_max_real_tokens_bounds_what_is_real() -> None:
 def test_a_journal_holds_what_no_durable_checkpoint_covers() -> None:
     step = 3 * 4 * 256 * 16
     assert "journal" not in amounts(small())
-    assert amounts(small(journaled=True, checkpoint_every=5))["journal"] == 7 * step + SEGMENT_NBYTES
+    # three host copies in the making and one that waits to be copied, then what is trained and what is packed ahead
+    assert amounts(small(journaled=True, checkpoint_every=5))["journal"] == 22 * step + SEGMENT_NBYTES
     assert amounts(small(journaled=True, steps=10))["journal"] == 12 * step + SEGMENT_NBYTES
-    assert amounts(small(journaled=True, max_held_nbytes=999))["journal"] == 999 + SEGMENT_NBYTES
+    assert amounts(small(journaled=True, max_held_nbytes=999))["journal"] == 5 * 999 + SEGMENT_NBYTES
+    held = 3 * step
+    assert amounts(small(journaled=True, max_held_nbytes=held))["journal"] == held + 4 * step + SEGMENT_NBYTES
+
+
+def test_held_bytes_of_a_journaled_source_may_force_a_checkpoint_at_any_step() -> None:
+    state = {"param_nbytes": 1000, "optimizer_nbytes": 2000, "steps": 4, "max_held_nbytes": 1 << 20}
+    forced, free = small(**state, journaled=True), small(**state)
+    assert [amounts(forced, "checkpoint")[name] for name in ("optimizer_snapshot", "checkpoints")] == [9000, 18000]
+    assert [amounts(free, "checkpoint")[name] for name in ("optimizer_snapshot", "checkpoints")] == [3000, 6000]
+    assert small(journaled=True, checkpoint_every=3).saves_every == 3
+
+
+def test_what_is_scored_or_evaluated_has_a_buffer_of_its_own() -> None:
+    """The golden run with evaluation and reference: three device buffers on CPU, of a whole slot each."""
+    inputs = Inputs(**GOLDEN, fields=ROUTED, evaluation=MicrobatchFields())
+    found = amounts(replace(inputs, reference=True, evaluates=True))
+    assert found["device_buffers"] + found["scoring_buffer"] == 3 * 5_150_605_312 == 15_451_815_936
+    assert "scoring_buffer" not in amounts(inputs)
+    assert amounts(replace(inputs, recompute=True))["scoring_buffer"] == 5_150_605_312
+    # an evaluation alone takes what an evaluated micro-batch takes
+    assert amounts(replace(inputs, evaluates=True))["scoring_buffer"] == 6 * 4 * 64 * 65536
+    # and what is trained never lies in a buffer larger than itself
+    wide = small(evaluation=MicrobatchFields(frozenset({"returns", "old_values"})), evaluates=True)
+    assert amounts(wide)["device_buffers"] == 2 * 6 * 4 * 4 * 256
+    assert amounts(wide)["scoring_buffer"] == 8 * 4 * 4 * 256
+    on_device = forecast(replace(wide, platform="accelerator"))
+    assert on_device.total("steady", "device") == (2 * 6 + 8) * 4 * 4 * 256
+
+
+def test_recomputed_fields_of_a_staged_microbatch_are_uploaded_once_more() -> None:
+    fields = MicrobatchFields(late=(REF_LOGPS, *RECOMPUTED))
+    staged = small(fields=fields, recompute=True, stages=True)
+    assert amounts(staged)["patched_fields"] == len(RECOMPUTED) * 4 * 4 * 256
+    assert "patched_fields" not in amounts(replace(staged, stages=False))
+    scored_before = small(fields=MicrobatchFields(late=(REF_LOGPS,)), reference=True, stages=True)
+    assert "patched_fields" not in amounts(scored_before)
+
+
+@pytest.mark.parametrize("scoring", [{"reference": True}, {"recompute": True}])
+def test_an_engine_that_scores_keeps_the_parameters_it_began_with(scoring: dict[str, bool]) -> None:
+    assert amounts(small(param_nbytes=1000, **scoring))["reference_parameters"] == 1000
+    assert "reference_parameters" not in amounts(small(param_nbytes=1000))
+
+
+def test_sums_of_smaller_parameters_are_float32_all_the_same() -> None:
+    found = amounts(small(param_nbytes=1000, sums_nbytes=2000))
+    assert (found["accumulators"], found["gradients"]) == (2000, 1000)
+
+
+def test_evaluation_trajectories_are_an_amount_of_their_own() -> None:
+    inputs = small(evaluation_nbytes=777, process_nbytes=5)
+    assert amounts(inputs)["evaluation_trajectories"] == 777
+    assert amounts(inputs)["processes"] == 5
+    assert forecast(inputs).total("steady", "host") - forecast(small()).total("steady", "host") == 782
 
 
 def test_on_cpu_the_device_side_is_the_trainers_private_memory() -> None:
@@ -158,7 +233,7 @@ def test_an_encoding_costs_a_dense_array_inside_the_program_and_a_replay_another
 
 def test_state_on_the_device_at_each_moment() -> None:
     inputs = small(param_nbytes=1000, optimizer_nbytes=2000, platform="accelerator", reference=True)
-    buffers = amounts(inputs)["device_buffers"]
+    buffers = amounts(inputs)["device_buffers"] + amounts(inputs)["scoring_buffer"]
     found = forecast(inputs)
     assert found.total("steady", "device") == buffers + 1000 + 2000 + 1000 + 1000 + 1000
     assert found.total("checkpoint", "device") == found.total("steady", "device")
@@ -181,7 +256,28 @@ def test_the_weights_pool_has_three_places_and_at_a_restart_there_are_two_of_it(
     assert one == 3 * 12288 + 8192
     assert amounts(inputs, "restart")["weights_pool"] == 2 * one
     assert "weights_pool" not in amounts(small(param_nbytes=10_000))
-    assert BUFFERS == 3
+
+
+@pytest.mark.parametrize("shapes", [[3] * 250, [1, 5, 17] * 80, [700]])
+def test_the_weights_pool_of_many_small_arrays_takes_no_more_than_is_forecast(shapes: list[int]) -> None:
+    """Every array is padded: 250 of twelve bytes take 57,344 bytes, not three pages and the headers."""
+    layout = Layout.of({f"w{number}": ("float32", (size,)) for number, size in enumerate(shapes)})
+    params = sum(4 * size for size in shapes)
+    identity = ProcessIdentity.create("budget-tests", "trainer")
+    pool = Pool.create("budget-tests", epoch=1, layouts=[layout], slots=BUFFERS, identity=identity)
+    try:
+        real = pool.nbytes
+    finally:
+        pool.close()
+        identity.close()
+    known = forecast(small(param_nbytes=params, weight_sync=True, param_leaves=len(shapes)))
+    unknown = forecast(small(param_nbytes=params, weight_sync=True))
+    sizes = [next(a for a in found.amounts if a.name == "weights_pool") for found in (known, unknown)]
+    assert sizes[1].steady <= real <= sizes[0].steady <= real + 3 * (64 * len(shapes) + 4096)
+    assert "at most" in sizes[0].formula
+    assert "at least" in sizes[1].formula
+    if len(shapes) == 250:
+        assert (real, sizes[1].steady) == (57344, 20480)
 
 
 def test_hosts_share_the_rows_and_hold_trajectories_in_the_object_store() -> None:

@@ -13,9 +13,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from command_line import finish, pids, run_json, start, wait_for_step, wait_until_gone
-from test_budget_command import needs_mounts, run_real
+from test_budget_command import run_real
 
-from shmstage.launch import budget_gate
+from shmstage.budget import check
 from shmstage.memory.usage import process_use
 from shmstage.settings import Settings
 
@@ -67,7 +67,6 @@ SOURCE = """
 
 def test_fields_that_only_the_source_knows_are_checked_by_the_orchestrator(tmp_path: Path) -> None:
     """S20: between what is certain and what turns out, still before the pool, with the exact layout."""
-    needs_mounts()
     (tmp_path / "wide.py").write_text(textwrap.dedent(SOURCE))
     # 4 slots of 64 x 4096: six words are 25.2 MB, eight are 33.6 MB
     done = run_real(
@@ -84,15 +83,15 @@ def test_the_gate_counts_a_bundle_exactly(tmp_path: Path, monkeypatch: pytest.Mo
     from test_bundle_facts import make_bundle
 
     seen = []
-    monkeypatch.setattr(budget_gate, "check_run", seen.append)
+    monkeypatch.setattr(check, "check_run", seen.append)
     path = make_bundle(tmp_path / "b")
-    budget_gate.check_before_start(Settings(bundle=path, eval_bundle=path, reference_logps=True))
+    check.check_before_start(Settings(bundle=path, eval_bundle=path, reference_logps=True))
     shards = sum(file.stat().st_size for file in path.glob("shard-*"))
-    assert seen[0].held_input_nbytes == 2 * shards
+    assert seen[0].held_input_nbytes == seen[0].evaluation_nbytes == shards
     assert (seen[0].fields.layers, seen[0].fields.top_k, seen[0].evaluation.layers) == (5, 3, 5)
     assert seen[0].fields.late == ("ref_per_token_logps",)
     # who cannot read it says so later, in full
-    budget_gate.check_before_start(Settings(bundle=tmp_path / "nowhere"))
+    check.check_before_start(Settings(bundle=tmp_path / "nowhere"))
     assert seen[1].held_input_nbytes == 0
 
 

@@ -103,6 +103,25 @@ def test_the_golden_run_on_too_small_a_machine_is_told_what_fits() -> None:
     assert report.most["rows"] == 63
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_limit_on_what_is_held_is_suggested_down_to_one_step(hosts: int) -> None:
+    """In the golden run trajectories are half of all: capping them is enough, and the most that fits is said."""
+    inputs = Inputs(**GOLDEN, fields=ROUTED, hosts=hosts)
+    step = inputs.step_nbytes
+    need = forecast(inputs).total("steady", "shm", "host")
+    bounds = budget_making.given(need - step // 2)
+    well = need - step // 2 - (need - step // 2) // 10
+    found = {key: value for each in suggestions(inputs, bounds) for key, value in each.change.items()}
+    assert step <= found["max_held_bytes"] <= 2 * step - (need - well) < found["max_held_bytes"] + 20
+    assert fits(apply(inputs, {"max_held_bytes": found["max_held_bytes"]}), bounds, well=True)
+    # less than a step cannot be trained, and a bundle is held whole whatever the limit
+    rest = need - 2 * step
+    tight = budget_making.given(rest + step - 1)
+    assert not any("max_held_bytes" in each.change for each in suggestions(inputs, tight))
+    bundle = replace(inputs, held_input_nbytes=2 * step)
+    assert not any("max_held_bytes" in each.change for each in suggestions(bundle, bounds))
+
+
 def test_one_setting_is_suggested_where_one_is_enough() -> None:
     inputs = small(slots=6)
     found = suggestions(inputs, budget_making.given(forecast(inputs).total("steady", "shm", "host") * 9 // 10))

@@ -14,6 +14,7 @@ from shmstage.budget import bounds as bounds_module
 from shmstage.budget.bounds import bounds_from
 from shmstage.budget.formula import forecast
 from shmstage.budget.platform import platform_here
+from shmstage.budget.report import report_on, verdict_line
 from shmstage.budget.verdict import Bound, BoundKind, Judgement, bounds_of_machine, judge
 from shmstage.errors import LimitUnreadableError, SettingsError
 from shmstage.memory.limits import read_limits
@@ -79,9 +80,15 @@ def test_less_than_a_tenth_left_is_low_headroom() -> None:
 
 
 def test_one_limit_with_low_headroom_is_enough_although_another_binds_in_bytes() -> None:
-    tight = Bound("device", "device", DEVICE + DEVICE // 20)
-    found = judged(tight, Bound("ram", "ram", BOTH + DEVICE // 40 + BOTH))
-    assert found.verdict == "low headroom"
+    """The one that the verdict comes from is named, not the one with fewer bytes left and enough of them."""
+    tight = Bound("the device", "device", DEVICE + DEVICE // 20)
+    roomy = Bound("the mount", "mount", SHM + SHM // 5)
+    assert SHM // 5 < DEVICE // 20  # bytes left
+    found = judged(roomy, tight)
+    assert (found.verdict, found.binding.bound.name) == ("low headroom", "the device")
+    report = report_on(INPUTS, [roomy, tight])
+    assert verdict_line(report).startswith("low headroom: device memory needs ")
+    assert "; the device leaves " in verdict_line(report)
 
 
 def test_a_limit_on_what_is_not_needed_leaves_all_of_it() -> None:

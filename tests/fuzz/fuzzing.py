@@ -24,6 +24,7 @@ SEED = int(os.environ.get("SHMSTAGE_FUZZ_SEED", "0"))
 #: an error is read by a person, in a line of a log; it may name two files, each as long as a path may be
 MAX_TEXT = 10_000
 #: of processor time, not of the clock: a loaded machine fails nothing. What takes longer would hang with more input.
+#: What waits for ever takes no processor time: pytest's timeout ends that here, and ``CASE_TIMEOUT_S`` in a child.
 MAX_CPU_S = 10.0
 
 _settings = settings(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,3 +115,30 @@ def test_a_reader_that_has_had_enough_ends_the_command_without_a_traceback() -> 
     )  # fmt: skip
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def _budget(**options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shmstage.cli", "budget", "--limit", "1TB"]
+    return subprocess.run(command, timeout=60, stderr=subprocess.PIPE, text=True, check=False, **options)
+
+
+@pytest.mark.slow
+def test_a_full_disk_under_the_output_is_said_in_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = _budget(stdout=full)
+    assert (done.returncode, done.stderr) == (
+        2, "shmstage: cannot write: No space left on device; free space where the output goes\n",
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_closed_standard_output_is_no_error() -> None:
+    done = _budget(preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_terminal_that_cannot_show_every_letter_is_no_error() -> None:
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = _budget(stdout=subprocess.DEVNULL, env=plain)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -63,6 +63,9 @@ def test_a_step_without_a_loss_can_be_shown() -> None:
     }  # fmt: skip
     assert summary_table(summary).row_count == 10
     assert summary_table({**summary, "restarts": {"trainer": 2, "orchestrator": 0}}).row_count == 11
+    shown = io.StringIO()
+    PatientConsole(file=shown, width=100).print(summary_table({**summary, "warnings": ["[rows, tokens] differ"]}))
+    assert "[rows, tokens] differ" in shown.getvalue()
 
 
 def test_restarts_are_shown_between_the_steps(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from command_line import (
     wait_until_gone,
 )
 
+from shmstage.operate.run_status import status_of
+
 pytestmark = pytest.mark.slow
 
 EQUAL = (
@@ -94,6 +96,8 @@ def test_restarts_are_bounded_and_the_last_death_is_told_in_one_line(role: str, 
     assert json.loads(stdout)["error"] == {
         "kind": "PeerLostError", "text": said.removeprefix("PeerLostError: "), "exit_code": 6,
     }  # fmt: skip
+    verdict = status_of(str(out)).verdict
+    assert (verdict.state, said in verdict.text) == ("failed", True)
     wait_until_gone(other)
 
 

@@ -5,20 +5,31 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shmstage.errors import BudgetError, EngineError, SettingsError
+from shmstage.launch import run_directory
 from shmstage.launch.run_command import add_settings, resolve_args
 from shmstage.launch.run_directory import claimed, completed, find_run
 from shmstage.memory.identity import ProcessIdentity
+from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, list_objects, new_name, owned_objects
 from shmstage.settings import Settings
 
 
 def settings(out: Path, **more: object) -> Settings:
     return completed(Settings(out=out, **more))  # type: ignore[arg-type]
+
+
+def foreign_file(path: str) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can make a file of another user")
+    Path(path).touch()
+    os.chown(path, 65534, 65534)
 
 
 def test_without_input_the_demo_is_named_and_a_run_id_is_made(tmp_path: Path) -> None:
@@ -139,6 +150,24 @@ def test_a_resume_waits_until_the_processes_of_a_killed_launcher_are_gone(tmp_pa
         assert time.monotonic() - begun >= 0.02
     with claimed(settings(tmp_path, run="orphaned", stop_grace_s=0.01)):
         pass
+
+
+@pytest.mark.parametrize("make", [foreign_file, os.mkfifo, os.mkdir], ids=["of another user", "pipe", "directory"])
+def test_what_others_put_under_the_names_of_a_run_holds_nobody_up(
+    make: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S39"""
+    run = settings(tmp_path / "out")
+    name = new_name(run.run) + LOCK_SUFFIX
+    make(SHM_DIR + "/" + name)
+    try:
+        monkeypatch.setattr(run_directory.threading, "Event", lambda: pytest.fail("it waits for somebody"))
+        with claimed(run):
+            assert name in list_objects(run.run)
+            assert owned_objects(run.run) == []
+    finally:
+        remove = os.rmdir if make is os.mkdir else os.unlink
+        remove(SHM_DIR + "/" + name)
 
 
 def test_a_resumed_run_keeps_the_settings_of_its_first_start(tmp_path: Path) -> None:

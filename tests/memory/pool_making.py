@@ -12,7 +12,7 @@ from shmstage.memory.pool import Pool
 from shmstage.memory.reader import PoolReader
 
 # One per pytest process, shared with its children: a sweep of this run sees nobody else's.
-RUN = os.environ.get("MEMORY_TESTS_RUN", f"memory-tests-{os.getpid()}")
+RUN = os.environ.setdefault("MEMORY_TESTS_RUN", f"memory-tests-{os.getpid()}")
 LAYOUT = Layout.of(
     {"tokens": ("int32", (2, 8)), "mask": ("float32", (2, 8)), "logps": ("float32", (2, 8))}, late=["logps"]
 )
@@ -35,7 +35,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "MEMORY_TESTS_RUN": RUN, "PYTHONPATH": os.pathsep.join([here, *sys.path])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path])},
         )
         self.pid = self._process.pid
 

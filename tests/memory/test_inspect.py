@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 from pool_making import LAYOUT, RUN, Child, Ends
+from skipping import skip_unless_ci
 
 from shmstage import _native
 from shmstage.memory import inspect
 from shmstage.memory.identity import ProcessIdentity
-from shmstage.memory.inspect import PoolSnapshot, process_state, read_pools, read_processes
+from shmstage.memory.inspect import UNFINISHED, PoolSnapshot, ProcessSnapshot, process_state, read_pools, read_processes
 from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, new_name
 from shmstage.memory.pool import Pool
 from shmstage.memory.reader import PoolReader
 from shmstage.memory.sweep import sweep
+from shmstage.operate.run_verdict import judge
 
 SHM = Path(SHM_DIR)
 #: offsets from native/slot_header.h
@@ -180,13 +182,13 @@ def test_a_living_process_with_a_consumers_number_but_no_lock_proves_nothing(end
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({0: b"NOTAPOOL"}, "half made, and nobody is making it"),
-        ({12: b"\0\0\0\0"}, "half made, and nobody is making it"),
+        ({0: b"NOTAPOOL"}, UNFINISHED),
+        ({12: b"\0\0\0\0"}, UNFINISHED),
         ({ABI: struct.pack("<I", 99)}, "made by another version: its layout is 99, ours 2"),
         ({SLOT_COUNT: struct.pack("<I", 0xFFFFFFFF)}, "contradicts its size"),
         ({STRIDE: struct.pack("<Q", 1 << 63)}, "contradicts its size"),
         ({56: struct.pack("<I", 0)}, "contradicts its size"),
-        ({RUN_ID: b"\xff\xfe" * 4}, "contradicts its size"),
+        ({RUN_ID: b"\xff\xfe" * 4}, "is not UTF-8"),
         ({384: b"/etc/passwd\0"}, "contradicts its size"),
     ],
     ids=["no magic", "not ready", "other version", "slots", "stride", "consumers", "run id", "lock path"],
@@ -211,7 +213,50 @@ def test_a_pool_that_is_being_made_is_told_from_one_that_was_given_up(leave_pool
     with open(SHM / name, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert one(name).problem == "being made, or being removed, right now"
-    assert one(name).problem == "half made, and nobody is making it"
+    assert one(name).problem == UNFINISHED
+
+
+@pytest.mark.slow
+def test_a_pool_that_its_dead_owner_had_not_finished_is_half_made(start_child: Callable[..., Child]) -> None:
+    """S11: its owner's death is proven, so nothing is left open."""
+    owner = start_child(KILLED_OWNER)
+    name = owner.line()
+    owner.kill()
+    with open(SHM / name[1:], "r+b") as file:
+        os.pwrite(file.fileno(), b"\0\0\0\0", 12)
+    assert one(name).problem == "half made, and its owner is dead"
+    assert "and had not finished making it" in {swept.name: swept.reason for swept in sweep(RUN)}[name[1:]]
+
+
+def test_between_making_a_file_and_locking_it_nobody_is_called_dead() -> None:
+    """S11: a file without a lock and without a header is one moment in the life of every pool."""
+    made = SHM / new_name(RUN)
+    descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        pools = read_pools(RUN)
+        assert [pool.problem for pool in pools] == [UNFINISHED]
+        launcher = ProcessSnapshot("launcher", 1, False, "", "")
+        for known in ([], [launcher]):
+            verdict = judge(known, pools)
+            assert verdict.state in ("unclear", "ended") and UNFINISHED in verdict.text
+            assert "left nothing" not in verdict.text and "shmstage gc" in verdict.remedies[0]
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # and it goes on
+        assert os.fstat(descriptor).st_nlink == 1
+    finally:
+        os.close(descriptor)
+        made.unlink()
+
+
+def test_a_pool_that_was_not_reserved_is_told_so_and_not_that_its_header_lies(ends: Ends) -> None:
+    """S18: the reason is the one that a reader would be given."""
+    sparse = SHM / new_name(RUN)
+    content = (SHM / ends.pool.name[1:]).read_bytes()
+    sparse.write_bytes(content[:8192])
+    os.truncate(sparse, len(content))
+    try:
+        assert "it was not reserved" in one(sparse.name).problem
+    finally:
+        sparse.unlink()
 
 
 def test_what_was_written_into_a_header_cannot_steer_a_terminal(leave_pool: Callable[..., str]) -> None:
@@ -227,11 +272,12 @@ def test_odd_files_under_our_prefix_are_said_not_raised() -> None:
     os.mkfifo(fifo)
     foreign.write_bytes(b"x" * 8192)
     try:
-        if os.getuid() == 0:
-            os.chown(foreign, 54321, -1)
-            assert one(foreign.name).problem == "belongs to user 54321"
-        assert "cannot be opened" in one(link.name).problem
+        assert one(link.name).problem == "a symbolic link"
         assert one(directory.name).problem == one(fifo.name).problem == "not a regular file"
+        if os.getuid():
+            skip_unless_ci("giving a file to another user needs root")
+        os.chown(foreign, 54321, -1)
+        assert one(foreign.name).problem == "belongs to user 54321"
     finally:
         for path in (link, fifo, foreign):
             path.unlink(missing_ok=True)
@@ -242,6 +288,24 @@ def test_a_file_that_vanishes_while_the_list_is_read_is_said_not_raised(monkeypa
     gone = new_name(RUN)
     monkeypatch.setattr(inspect, "list_objects", lambda run_id: [gone])
     assert [pool.problem for pool in read_pools(RUN)] == ["removed while it was looked at"]
+
+
+def test_a_pool_whose_owner_ends_in_order_while_it_is_read_is_not_one_of_the_dead(
+    identity: ProcessIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S50: "killed" is said of nobody who ended in order."""
+    pool = Pool.create(RUN, epoch=1, layouts=[LAYOUT], slots=1, identity=identity)
+    look = inspect.look_at_process
+
+    def late(*claims: object) -> ProcessSnapshot:
+        pool.close()
+        identity.close()
+        return look(*claims)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(inspect, "look_at_process", late)
+    (found,) = read_pools(RUN)
+    assert (found.problem, found.owner) == ("removed while it was looked at", inspect.NOBODY)
+    assert judge([], [found]).state != "killed"
 
 
 def test_reading_changes_nothing(ends: Ends) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import statistics
 import sys
 import time
 from collections.abc import Callable
 
 import pytest
-from namespaces import PRELUDE, environment, run_on_mount
+from namespaces import PRELUDE, on_mount, run_on_mount
 from pool_making import LAYOUT, RUN, Child
 
 from shmstage.errors import PeerLostError, ProtocolError, StaleHandleError
@@ -62,6 +62,7 @@ def in_a_container(code: str) -> list[str]:
 def test_a_pid_that_another_process_has_now_keeps_nobody_alive() -> None:
     """S44: the very same number, given to a process of another program; with the lock there and with it gone."""
     if not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK):
+        # also in CI: a kernel may be built without it, and a container may have /proc/sys read-only
         pytest.skip("needs a kernel and a user that may say which pid comes next")
     lines = in_a_container("""
 for lock_gone in (False, True):
@@ -328,7 +329,7 @@ while True:
 def test_a_death_is_noticed_within_a_second_by_whoever_waits(
     start_child: StartChild, identity: ProcessIdentity
 ) -> None:
-    """S50: of five kills, because the machine may be busy with something else during one."""
+    """S50: the median of five kills, because the machine may be busy with something else during one or two."""
     pool = Pool.create(RUN, epoch=1, layouts=[LAYOUT], slots=1, identity=identity)
     code = """
 from shmstage.memory.identity import ProcessIdentity
@@ -350,7 +351,7 @@ sys.stdin.readline()
         watch.close()
         pool.end_leases_of(0)
         consumer.kill()
-    assert min(noticed_s) < 1.0
+    assert statistics.median(noticed_s) < 1.0, noticed_s
     pool.close()
     sweep(RUN)
 
@@ -368,12 +369,7 @@ def test_a_test_that_leaves_something_in_shared_memory_fails(tmp_path: str) -> N
     with open(os.path.join(str(tmp_path), "conftest.py"), "w") as file, open(os.path.join(root, "conftest.py")) as ours:
         file.write(ours.read())
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh", *command],
-        capture_output=True, text=True, env=environment(), timeout=90, check=False,
-    )  # fmt: skip
-    if "unshare" in done.stderr:
-        pytest.skip("needs root, for a /dev/shm to leave something in")
+    done = on_mount("size=20m", command)
     assert "left behind: /dev/shm/shmstage." in done.stdout
     assert "2 passed, 1 error" in done.stdout
 

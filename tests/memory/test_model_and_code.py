@@ -19,6 +19,7 @@ from protocol_model.plan import CELLS, SLOTS
 from protocol_model.slots_case import Case
 from protocol_model.slots_model import SlotsModel
 from protocol_model.slots_state import GEN, GIVES_UP, LOST, MASK, SLOT, Pc
+from skipping import skip_unless_ci
 from stepped_code import (
     COMPILER,
     FREE_SEQUENCE,
@@ -35,10 +36,7 @@ from stepped_code import (
     mask_word,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to build native/ with"),
-]
+pytestmark = pytest.mark.slow
 TIMED_OUT = 110
 PATHS, STEPS = 60, 400
 CellPc = cells_model.Pc
@@ -46,6 +44,8 @@ CellPc = cells_model.Pc
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> SteppedCode:
+    if COMPILER is None:
+        skip_unless_ci("there is no C++ compiler to build native/ with")
     return SteppedCode(build(tmp_path_factory.mktemp("stepped")))
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import subprocess
-import sys
 
 import pytest
+from namespaces import run_on_mount
 from pool_making import LAYOUT, RUN
 
 from shmstage import _native
@@ -90,10 +88,7 @@ def test_an_old_kernel_that_cannot_prefault_still_gets_a_pool(
 
 
 _ON_A_TINY_MOUNT = """
-import os
-from pool_making import *
 from shmstage.errors import BudgetError
-from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.limits import Limit
 identity = ProcessIdentity.create(RUN, "orchestrator")
 layout = Layout.of({"x": ("uint8", (1 << 20,))})
@@ -109,27 +104,10 @@ identity.close()
 """
 
 
-def _can_unshare() -> bool:
-    return (
-        shutil.which("unshare") is not None
-        and subprocess.run(
-            ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/dev/shm"], capture_output=True, check=False
-        ).returncode
-        == 0
-    )
-
-
 @pytest.mark.slow
 def test_a_full_mount_is_a_budget_error_never_a_bus_error() -> None:
     """S18, S19, S21, S30"""
-    if not _can_unshare():
-        pytest.skip("needs root, to mount a small tmpfs in a namespace of its own")
-    script = f"mount -t tmpfs -o size=2200k none /dev/shm && exec {sys.executable} -c '{_ON_A_TINY_MOUNT}'"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
-    command = ["unshare", "--mount", "sh", "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    checked, reserved, left = done.stdout.splitlines()
+    checked, reserved, left = run_on_mount("size=2200k", _ON_A_TINY_MOUNT)
     assert "the mount /dev/shm" in checked and "leaves" in checked
     assert "No space left on device" in reserved
     assert left == "1 True"  # the lifetime lock; the space was given back

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from namespaces import PRELUDE, environment, memory_cgroup, on_mount, run_on_mount
 from pool_making import LAYOUT, RUN, Child, Ends
+from skipping import skip_unless_ci
 
 from shmstage import _native
 from shmstage.errors import PeerLostError, PoolError
@@ -21,9 +22,9 @@ from shmstage.memory import reservation
 from shmstage.memory.facts import read_facts
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.limits import Limit, read_limits
+from shmstage.memory.mounts import huge_choice, huge_pages_of, mount_of
 from shmstage.memory.names import SHM_DIR, list_objects
 from shmstage.memory.pool import Pool
-from shmstage.memory.reservation import huge_option
 
 StartChild = Callable[..., Child]
 
@@ -170,23 +171,69 @@ identity.close()
     )
     assert lines[0] == f"/dev/shm {huge} {huge}"
     if huge and lines[1].startswith("False"):
+        # also in CI: a container has the kernel, and the free memory, of the machine below it
         pytest.skip(f"this kernel gives no huge pages to a tmpfs with huge={option}")
     assert lines[1].startswith(str(huge)) and lines[2] == "7"
 
 
 def test_the_mount_that_lies_on_top_says_whether_there_are_huge_pages(tmp_path: Path) -> None:
     """S24"""
-    (tmp_path / "self").mkdir()
+    (tmp_path / "proc/self").mkdir(parents=True)
 
     def option(*rows: str) -> str:
-        (tmp_path / "self/mounts").write_text("".join(f"{row}\n" for row in rows))
-        return huge_option(proc_root=str(tmp_path))
+        (tmp_path / "proc/self/mounts").write_text("".join(f"{row}\n" for row in rows))
+        return huge_pages_of("/dev/shm", root=tmp_path)
 
     under = "tmpfs /dev/shm tmpfs rw,huge=advise 0 0"
     assert option(under) == "advise"
     assert option(under, "tmpfs /dev/shm tmpfs rw,size=64k 0 0") == "never"
     assert option("tmpfs /dev/shm/inner tmpfs rw,huge=always 0 0", "odd") == "never"
-    assert huge_option(proc_root=str(tmp_path / "absent")) == "never"
+    assert huge_pages_of("/dev/shm", root=tmp_path / "absent") == "never"
+    odd = r"tmpfs /mnt/a\040b tmpfs rw,huge=within_size 0 0"
+    option("none / overlay rw 0 0", under, odd, "none /dev/shmoo nfs rw 0 0")
+    assert mount_of("/mnt/a b/c", root=tmp_path) == ("tmpfs", ("rw", "huge=within_size"))
+    assert mount_of("/dev/shm", root=tmp_path)[0] == "tmpfs" and mount_of("/home", root=tmp_path)[0] == "overlay"
+
+
+@pytest.mark.parametrize(
+    ("option", "policy", "choice"),
+    [
+        ("advise", "never", "advise"), ("always", "advise", "always"), ("", "always", "never"), ("never", "", "never"),
+        ("always", "deny", "never"), ("advise", "deny", "never"), ("never", "force", "always"), ("", "force", "always"),
+    ],
+)  # fmt: skip
+def test_of_the_kernels_policies_deny_and_force_overrule_the_mount(option: str, policy: str, choice: str) -> None:
+    """S24"""
+    assert huge_choice(option, policy) == choice
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "huge"), [("deny", False), ("force", True)])
+def test_a_pool_says_what_the_doctor_says_where_the_kernel_overrules_the_mount(
+    policy: str, huge: bool, tmp_path: Path
+) -> None:
+    """S24: header, the pool's own word and the doctor's are one, whatever huge= the mount has."""
+    enabled = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    if not os.path.exists(enabled):
+        pytest.skip("this kernel knows no huge pages for shared memory")  # also in CI: the machine's kernel
+    (tmp_path / "enabled").write_text(f"always within_size advise never [{policy}]\n")
+    code = """
+from shmstage.memory.facts import read_facts
+from shmstage.memory.machine import read_machine
+from shmstage.operate.machine_checks import check_machine
+identity = ProcessIdentity.create(RUN, "owner")
+pool = Pool.create(RUN, epoch=1, layouts=[LAYOUT], slots=1, identity=identity)
+with open("/dev/shm" + pool.name, "rb") as file:
+    print(pool.backing.huge_pages, read_facts(file.fileno())["huge_pages"])
+print({finding.check: finding.level for finding in check_machine(read_machine())}["huge pages"])
+pool.close()
+identity.close()
+"""
+    option = "never" if huge else "always"
+    command = [sys.executable, "-c", PRELUDE + code]
+    done = on_mount(f"size=20m,huge={option}", command, before=f"mount --bind {tmp_path}/enabled {enabled}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{huge} {huge}", "ok" if huge else "note"]
 
 
 def test_without_shared_memory_there_is_no_pool_anywhere_else(
@@ -208,7 +255,7 @@ def test_a_pool_beyond_the_memory_cgroup_is_refused_where_its_first_touch_would_
     """S25, S26, S28, L1: the mount has room and so has the machine; the real controller binds."""
     limit_nbytes = 256 << 20
     if min(limit.available_nbytes for limit in read_limits()) < 1 << 30:
-        pytest.skip("needs 1 GB of free memory, for the group to be what binds")
+        skip_unless_ci("needs 1 GB of free memory, for the group to be what binds")
     code = """
 from shmstage.errors import BudgetError
 from shmstage.memory.limits import read_limits
@@ -260,7 +307,7 @@ def test_pages_spread_over_the_nodes_are_what_the_kernel_notes_and_the_header_sa
     """S33"""
     numa_maps = Path("/proc/self/numa_maps")
     if not numa_maps.exists():
-        pytest.skip("this kernel knows no NUMA")
+        pytest.skip("this kernel knows no NUMA")  # also in CI: a container cannot choose its kernel
     for numa, policy in (("default", "default"), ("interleave", "interleave:")):
         pool = Pool.create(RUN, epoch=1, layouts=[LAYOUT], slots=1, identity=identity, numa=numa)  # type: ignore[arg-type]
         (line,) = [line for line in numa_maps.read_text().splitlines() if pool.name in line]

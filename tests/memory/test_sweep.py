@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from pool_making import LAYOUT, RUN, Ends
+from skipping import skip_unless_ci
 
+from shmstage.memory import sweep as sweep_module
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, new_name
 from shmstage.memory.pool import Pool
-from shmstage.memory.sweep import list_objects, sweep
+from shmstage.memory.sweep import SweepReport, list_objects, sweep, sweep_with_reasons
 
 
 @pytest.fixture
@@ -82,9 +84,10 @@ def test_another_users_file_is_skipped_not_fatal(
     monkeypatch.setattr(os, "open", refused)
     assert sweep(RUN) == []
     monkeypatch.undo()
-    if os.getuid() == 0:
-        os.chown(os.path.join(SHM_DIR, name), 54321, -1)
-        assert sweep(RUN) == []  # a name may say anything; the file's owner decides
+    if os.getuid():
+        skip_unless_ci("giving a file to another user needs root")
+    os.chown(os.path.join(SHM_DIR, name), 54321, -1)
+    assert sweep(RUN) == []  # a name may say anything; the file's owner decides
 
 
 def test_a_sweep_of_one_run_leaves_other_runs_alone(leave_file: Callable[..., str]) -> None:
@@ -135,3 +138,74 @@ def test_a_pid_from_who_knows_where_proves_no_death_once_the_lock_is_gone(ends: 
         assert sweep(RUN) == [] and list_objects(RUN) == [ends.pool.name[1:]]
         os.pwrite(file.fileno(), here, 88)
     assert [one.name for one in sweep(RUN)] == [ends.pool.name[1:]]
+
+
+@pytest.fixture
+def while_judged(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """while_judged(act): ``act`` happens between a sweep's judgement of a pool and what the sweep does about it."""
+
+    def arrange(act: Callable[[], object]) -> None:
+        judge = sweep_module._judge_pool
+
+        def slow(descriptor: int) -> tuple[bool, str]:
+            verdict = judge(descriptor)
+            act()
+            return verdict
+
+        monkeypatch.setattr(sweep_module, "_judge_pool", slow)
+
+    return arrange
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_an_owner_that_ends_in_order_while_it_is_judged_has_left_nothing(
+    leave_file: Callable[..., str], while_judged: Callable[[Callable[[], object]], None], dry_run: bool
+) -> None:
+    """S7: its pool is gone before its lock is, so that a sweep may find it dead and the pool removed."""
+    name = leave_file(new_name(RUN))
+    while_judged(lambda: os.unlink(os.path.join(SHM_DIR, name)))
+    assert sweep_with_reasons(RUN, dry_run=dry_run) == SweepReport((), ())
+
+
+def test_what_is_dead_and_cannot_be_removed_is_left_alone_with_the_reason(
+    leave_file: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stays, goes = (leave_file(name) for name in sorted(new_name(RUN) for _ in range(2)))
+    unlink = os.unlink
+
+    def refused(path: str) -> None:
+        if path.endswith(stays):
+            raise PermissionError(1, "Operation not permitted")
+        unlink(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", refused)
+        report = sweep_with_reasons(RUN)
+    assert [(left.name, left.reason) for left in report.left_alone] == [
+        (stays, "cannot be removed: Operation not permitted")
+    ]
+    assert [swept.name for swept in report.removed] == [goes]
+
+
+def test_what_lost_its_name_before_it_was_locked_is_not_judged(
+    leave_file: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S7: two sweeps at once: the second has opened what the first removes."""
+    name = leave_file(new_name(RUN))
+    flock = fcntl.flock
+
+    def too_late(descriptor: int, how: int) -> None:
+        os.unlink(os.path.join(SHM_DIR, name))
+        flock(descriptor, how)
+
+    judged: list[int] = []
+    monkeypatch.setattr(sweep_module, "_judge_pool", lambda descriptor: (not judged.append(descriptor), "dead"))
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    assert sweep_with_reasons(RUN) == SweepReport((), ())
+    assert judged == []
+
+
+def test_a_dry_run_removes_nothing(leave_file: Callable[..., str]) -> None:
+    name = leave_file(new_name(RUN))
+    assert [one.name for one in sweep(RUN, dry_run=True)] == [name]
+    assert list_objects(RUN) == [name]

@@ -6,6 +6,7 @@ from mutant import Mutant
 
 LIMITS = "shmstage/memory/limits.py"
 RESERVATION = "shmstage/memory/reservation.py"
+MOUNTS = "shmstage/memory/mounts.py"
 READER = "shmstage/memory/reader.py"
 SPACE = "tests/memory/test_space.py"
 TRUNCATED = "tests/trainer/test_truncated_pool.py"
@@ -27,9 +28,9 @@ MUTANTS = (
     ),
     Mutant(
         "a mount that lies under another one says whether there are huge pages",
-        RESERVATION,
-        'found = options.get("huge", "never")',
-        'found = options.get("huge", found)',
+        MOUNTS,
+        "if inside and len(point) >= len(best[0]):",
+        "if inside and len(point) > len(best[0]):",
         (f"{SPACE}::test_the_mount_that_lies_on_top_says_whether_there_are_huge_pages",),
     ),
     Mutant(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command_line import finish, pids, run_json, start, wait_for_step, wait_until_gone
+from skipping import skip_unless_ci
 
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.layout import Layout
@@ -19,6 +21,7 @@ from shmstage.memory.pool import Pool
 from shmstage.memory.sweep import BUSY, SweepReport, sweep, sweep_with_reasons
 from shmstage.operate.gc_command import collect, in_words, main
 from shmstage.operate.run_status import status_of
+from shmstage.transport import endpoint_lock
 from shmstage.transport.endpoint_lock import EndpointLock
 from shmstage.transport.endpoints import endpoint_for, socket_path
 
@@ -94,7 +97,7 @@ def test_what_is_no_file_of_this_users_is_left_alone_and_named() -> None:
         every = {item.name: item.reason for item in sweep_with_reasons(dry_run=True).left_alone}
         assert every[strange.name] == "not a name that a process of this user gives"
     except PermissionError:
-        pytest.skip("giving a file to another user needs root")
+        skip_unless_ci("giving a file to another user needs root")
     finally:
         for path in (link, foreign, strange):
             path.unlink(missing_ok=True)
@@ -151,6 +154,77 @@ def test_sockets_of_the_living_are_left_and_of_the_dead_removed() -> None:
         assert not dead.with_name(dead.name + ".lock").exists()
     finally:
         living.release()
+
+
+def leave_plain_file(path: Path) -> None:
+    path.touch()
+    path.with_name(path.name + ".lock").touch()
+
+
+def leave_lock_that_is_a_directory(path: Path) -> None:
+    path.with_name(path.name + ".lock").mkdir()
+
+
+def leave_lock_that_is_a_link(path: Path) -> None:
+    path.with_name(path.name + ".lock").symlink_to("elsewhere")
+
+
+def leave_socket_that_answers(path: Path) -> None:
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(path))
+    listening.listen(1)
+    _open.append(listening)
+
+
+_open: list[socket.socket] = []
+
+
+@pytest.mark.parametrize(
+    ("leave", "reason"),
+    [
+        (leave_plain_file, "exists and is not a socket"),
+        (leave_lock_that_is_a_directory, "its lock cannot be opened: Is a directory"),
+        (leave_lock_that_is_a_link, "its lock cannot be opened: Too many levels of symbolic links"),
+        (leave_socket_that_answers, "somebody answers on"),
+    ],
+)
+def test_a_dry_run_and_a_real_one_say_the_same_of_what_is_no_stale_socket(
+    leave: Callable[[Path], None], reason: str
+) -> None:
+    """S85: left alone by both, for the same reason, which is not that it lives unless it does."""
+    path = socket_path(endpoint_for(RUN, "trainer"))
+    leave(path)
+    try:
+        before = sorted(path.parent.iterdir())
+        dry, real = (collect(RUN, dry_run=dry_run) for dry_run in (True, False))
+        assert dry == real and dry.removed == ()
+        (left,) = dry.left_alone
+        assert left.name == str(path) and reason in left.reason
+        assert sorted(path.parent.iterdir()) == before
+    finally:
+        while _open:
+            _open.pop().close()
+        for each in (path, path.with_name(path.name + ".lock")):
+            each.rmdir() if each.is_dir() else each.unlink(missing_ok=True)
+
+
+def test_a_socket_that_came_to_life_after_the_look_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S85"""
+    path = socket_path(endpoint_for(RUN, "trainer"))
+    path.with_name(path.name + ".lock").touch()
+    look = endpoint_lock.look_at_endpoint
+    owners: list[EndpointLock] = []
+
+    def slow(one: Path) -> endpoint_lock.EndpointLook | None:
+        found = look(one)
+        if one == path:
+            owners.append(EndpointLock(path))
+        return found
+
+    monkeypatch.setattr(endpoint_lock, "look_at_endpoint", slow)
+    report = collect(RUN, dry_run=False)
+    assert report.removed == () and "is owned by a living process" in report.left_alone[0].reason
+    owners[0].release()
 
 
 def test_lines_say_what_was_removed_and_the_sum(capsys: pytest.CaptureFixture[str]) -> None:

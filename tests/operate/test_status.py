@@ -29,11 +29,13 @@ from shmstage.memory.layout import Layout
 from shmstage.memory.names import SHM_DIR, new_name
 from shmstage.memory.pool import Pool
 from shmstage.memory.reader import PoolReader
+from shmstage.operate import run_status, run_verdict
 from shmstage.operate.run_status import RunStatus, all_statuses, launcher_lives, locate, processes_of, status_of
 from shmstage.operate.run_verdict import judge
 from shmstage.operate.status_command import as_json, main
 from shmstage.operate.status_view import MAX_ROWS, format_seconds, run_view, runs_view, show
 from shmstage.operate.step_tail import progress_of, read_progress
+from shmstage.settings import DEFAULT_STEPS, Settings
 
 RUN = f"status-test-{os.getpid()}"
 LAYOUT = Layout.of({"tokens": ("int32", (2, 8))})
@@ -226,6 +228,25 @@ def test_a_run_is_named_by_directory_id_or_beginning(
     for nobody in ("", "nobody"):
         with pytest.raises(SettingsError, match="nor of one pool in shared memory"):
             locate(nobody)
+
+
+def test_what_run_json_does_not_say_is_what_a_run_would_do_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One default each, that of the settings; a bundle read n times has no number of steps of its own."""
+    seen: list[float] = []
+
+    def noting(*known: Any, grace_s: float, **more: Any) -> run_verdict.Verdict:
+        seen.append(grace_s)
+        return judge(*known, grace_s=grace_s, **more)
+
+    monkeypatch.setattr(run_status, "judge", noting)
+    for settings, steps in (({}, DEFAULT_STEPS), ({"passes": 2}, None), ({"passes": 2, "steps": 3}, 3)):
+        (tmp_path / "run.json").write_text(json.dumps({"settings": settings}))
+        assert status_of(str(tmp_path)).steps == steps
+    (tmp_path / "run.json").write_text(json.dumps({"settings": {"stop_grace_s": 3}}))
+    status_of(str(tmp_path))
+    assert seen == [Settings().stop_grace_s] * 3 + [3.0]
 
 
 def test_a_run_of_another_program_is_found_by_its_pool(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,3 +448,12 @@ def skip_to(lines: IO[str], beginning: str) -> None:
         if line.startswith(beginning):
             return
     raise AssertionError(f"ended before {beginning!r}")
+
+
+@pytest.mark.slow
+def test_watching_ends_when_nobody_reads_it_any_more(tmp_path: Path) -> None:
+    watcher = start("status", "--watch", "0.05", cwd=tmp_path)
+    assert watcher.stdout is not None
+    watcher.stdout.readline()
+    watcher.stdout.close()
+    assert watcher.wait(60) == 0

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 import pytest
+from skipping import skip_unless_ci
 from trainer.rig import Rig, rigged
 
 from shmstage import _native
@@ -415,7 +416,7 @@ def test_a_log_line_can_never_raise(tmp_path: Path, arguments: dict[str, Any]) -
 def test_a_record_on_a_full_disk_does_not_stop_a_command() -> None:
     full = Path("/dev/full")
     if not full.exists():
-        pytest.skip("this system has no /dev/full")
+        skip_unless_ci("this system has no /dev/full")
     with rigged(calls_path=full) as rig:
         rig.train_step(1)
 
