@@ -6,7 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from shmstage.errors import SettingsError
 from shmstage.launch.command import CommandParser, json_on_failure
+from shmstage.memory.inspect import printable
 from shmstage.memory.limits import format_nbytes
 from shmstage.memory.sweep import LeftObject, SweepReport, SweptObject, sweep_with_reasons
 from shmstage.operate.run_status import locate
@@ -37,7 +39,12 @@ def _main(argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="say what would be removed, remove nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args(argv)
-    report = collect(None if args.run is None else locate(args.run)[0], dry_run=args.dry_run)
+    run_id = None if args.run is None else locate(args.run)[0]
+    if run_id == "":
+        raise SettingsError(
+            f"the run.json in {args.run} does not say which run it is; without RUN, gc frees what all dead runs left"
+        )
+    report = collect(run_id, dry_run=args.dry_run)
     if args.json:
         print(json.dumps(as_json(report, dry_run=args.dry_run)))
     else:
@@ -66,8 +73,8 @@ def as_json(report: SweepReport, *, dry_run: bool) -> dict[str, object]:
 def in_words(report: SweepReport, *, dry_run: bool) -> list[str]:
     """One line per file, then the sum."""
     verb = "would remove" if dry_run else "removed"
-    lines = [f"{verb} {item.name} ({format_nbytes(item.nbytes)}): {item.reason}" for item in report.removed]
-    lines += [f"left alone {item.name}: {item.reason}" for item in report.left_alone]
+    lines = [f"{verb} {printable(item.name)} ({format_nbytes(item.nbytes)}): {item.reason}" for item in report.removed]
+    lines += [f"left alone {printable(item.name)}: {item.reason}" for item in report.left_alone]
     if not report.removed:
         return [*lines, "nothing to remove"]
     count, nbytes = len(report.removed), format_nbytes(sum(item.nbytes for item in report.removed))

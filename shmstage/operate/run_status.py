@@ -105,7 +105,7 @@ def _status(out: Path) -> RunStatus:
     except OSError as error:
         odd.append(f"steps.jsonl cannot be read: {error.strerror}")
     checkpoint = _newest_checkpoint(out)
-    verdict = judge(
+    verdict = NAMELESS if not run else judge(
         processes, pools, finished=(out / "summary.json").exists(), failures=failures, has_steps=progress is not None,
         out=str(out.absolute()), checkpoint=checkpoint,
         grace_s=_number(settings.get("stop_grace_s"), DEFAULT_STOP_GRACE_S),
@@ -120,6 +120,14 @@ def _status(out: Path) -> RunStatus:
         steps=steps if isinstance(steps, int) else None, checkpoint=checkpoint, failures=failures,
         notes=(*notes, *odd),
     )  # fmt: skip
+
+
+#: nothing can be said about processes and pools of a run whose record is damaged
+NAMELESS = Verdict(
+    "unclear",
+    "its run.json does not say which run it is, so its processes and pools cannot be told from others",
+    ("`shmstage status` lists all runs that have something in shared memory, `shmstage gc` frees what the dead left",),
+)
 
 
 def _from_memory(pools: Iterable[PoolSnapshot], processes: Iterable[ProcessSnapshot]) -> RunStatus:

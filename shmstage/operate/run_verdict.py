@@ -54,10 +54,7 @@ def judge(
     launcher = next((process for process in known if process.role == "launcher"), None)
     left = _left_behind(known, pools)
     if frozen:
-        numbers = " ".join(str(process.pid) for process in frozen)
-        how = "is stopped" if len(frozen) == 1 else "are stopped"
-        text = f"{_names(frozen)} {how} (SIGSTOP or a debugger): nothing is lost, nothing goes on"
-        return Verdict("stopped", text, (f"`kill -CONT {numbers}` lets it go on",))
+        return _of_stopped(frozen, launcher is not None and launcher.alive is False, checkpoint)
     if launcher is None:
         return _of_memory_alone(known, living, left, [pool for pool in pools if pool.problem])
     if launcher.alive is not False:
@@ -85,6 +82,17 @@ def judge(
     clean = tail or " and left nothing in shared memory"
     how = "was stopped" if failures else "ended"
     return Verdict("ended", f"it {how} before its last step{clean}", tuple(remedies))
+
+
+def _of_stopped(frozen: Sequence[ProcessSnapshot], launcher_is_dead: bool, checkpoint: int | None) -> Verdict:
+    numbers = " ".join(str(process.pid) for process in frozen)
+    how = f"{_names(frozen)} {'is' if len(frozen) == 1 else 'are'} stopped (SIGSTOP or a debugger)"
+    if not launcher_is_dead:
+        text = f"{how}: nothing is lost, nothing goes on"
+        return Verdict("stopped", text, (f"`kill -CONT {numbers}` lets it go on",))
+    reached = f"what was trained after checkpoint {checkpoint}" if checkpoint is not None else "what was trained"
+    text = f"the launcher is dead, and {how}: the run will not go on, and {reached} may be lost"
+    return Verdict("orphaned", text, (f"`kill -CONT {numbers}` lets it save what it can, and end; look again then",))
 
 
 def _of_living_launcher(known: Sequence[ProcessSnapshot], has_steps: bool, sure: bool | None) -> Verdict:

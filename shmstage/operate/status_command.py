@@ -130,7 +130,10 @@ def _watch(run: str | None, every_s: float, sleep: Callable[[float], None] = tim
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds; RUN goes before --watch") from None
     if not 0.05 <= seconds <= 86400:
         raise argparse.ArgumentTypeError(f"{text} is not between 0.05 and 86400 seconds")
     return seconds

@@ -29,7 +29,7 @@ from shmstage.memory.layout import Layout
 from shmstage.memory.names import SHM_DIR, new_name
 from shmstage.memory.pool import Pool
 from shmstage.memory.reader import PoolReader
-from shmstage.operate import run_status, run_verdict
+from shmstage.operate import gc_command, run_status, run_verdict
 from shmstage.operate.run_status import RunStatus, all_statuses, launcher_lives, locate, processes_of, status_of
 from shmstage.operate.run_verdict import judge
 from shmstage.operate.status_command import as_json, main
@@ -109,6 +109,21 @@ def test_a_stopped_process_comes_before_everything_else_with_the_command_that_wa
     verdict = judge(known, [], has_steps=True)
     assert verdict.state == "stopped" and "the trainer (pid 3) is stopped" in verdict.text
     assert verdict.remedies == ("`kill -CONT 3` lets it go on",)
+
+
+def test_a_stopped_child_of_a_dead_launcher_is_not_said_to_lose_nothing() -> None:
+    known = [process("launcher", 1, alive=False), process("trainer", 3, state="stopped")]
+    verdict = judge(known, [], checkpoint=0)
+    assert verdict.state == "orphaned"
+    assert verdict.text.endswith("the run will not go on, and what was trained after checkpoint 0 may be lost")
+
+
+@pytest.mark.parametrize("record", ["", "{}", '{"settings": {"run"'])
+def test_nothing_is_said_of_what_a_damaged_run_json_does_not_name(record: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(record)
+    assert status_of(str(tmp_path)).verdict.state == "unclear"
+    with pytest.raises(SettingsError, match="does not say which run it is; without RUN"):
+        gc_command.main([str(tmp_path), "--dry-run"])
 
 
 def test_a_pool_that_cannot_be_read_is_not_taken_for_a_run_that_ended() -> None:
@@ -336,7 +351,8 @@ def test_a_loss_that_is_no_number_is_still_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--watch", "0"], "0 is not between"), (["--watch", "x"], "invalid"), (["--json", "--watch"], "one of them"),
+        (["--watch", "0"], "0 is not between"), (["--watch", "x"], "is no number of seconds"),
+        (["--json", "--watch"], "one of them"),
         (["nobody"], "no run 'nobody'"), (["--bogus"], "--help"),
     ],
 )  # fmt: skip
