@@ -257,9 +257,9 @@ def test_what_run_json_does_not_say_is_what_a_run_would_do_without(
 
     monkeypatch.setattr(run_status, "judge", noting)
     for settings, steps in (({}, DEFAULT_STEPS), ({"passes": 2}, None), ({"passes": 2, "steps": 3}, 3)):
-        (tmp_path / "run.json").write_text(json.dumps({"settings": settings}))
+        (tmp_path / "run.json").write_text(json.dumps({"settings": {"run": "r", **settings}}))
         assert status_of(str(tmp_path)).steps == steps
-    (tmp_path / "run.json").write_text(json.dumps({"settings": {"stop_grace_s": 3}}))
+    (tmp_path / "run.json").write_text(json.dumps({"settings": {"run": "r", "stop_grace_s": 3}}))
     status_of(str(tmp_path))
     assert seen == [Settings().stop_grace_s] * 3 + [3.0]
 
