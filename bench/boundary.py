@@ -206,15 +206,16 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> bool:
-    """Idle by arm and micro-batches per step; False without matplotlib."""
+    """Idle by arm and micro-batches per step, of the first variant; False without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
+    variant = next(iter(result["figures"].values()))["variant"]
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    figures = [f for f in result["figures"].values() if f["variant"] == "plain"]
+    figures = [f for f in result["figures"].values() if f["variant"] == variant]
     arms = list(dict.fromkeys(f["arm"] for f in figures))
     counts = sorted({f["microbatches_per_step"] for f in figures})
     drawing, axes = pyplot.subplots(figsize=(8, 4))
@@ -228,6 +229,7 @@ def plot(result: dict[str, Any], path: Path) -> bool:
     axes.set_xticks([p + 0.4 - width / 2 for p in range(len(counts))], [str(c) for c in counts])
     axes.set_xlabel("micro-batches per step")
     axes.set_ylabel("boundary idle, ms (0 drawn as 0.001)")
+    axes.set_title(f"{variant}, payload {result['payload_nbytes'] / 1e6:.1f} MB, 1:{result['scale']:g}")
     axes.legend(fontsize="small")
     drawing.tight_layout()
     drawing.savefig(path)

@@ -134,9 +134,9 @@ class SimulatedEngine:
 
     snapshots = True
 
-    def __init__(self, settings: SimulatedSettings) -> None:
+    def __init__(self, settings: SimulatedSettings, device: SimulatedDevice | None = None) -> None:
         self._settings = settings
-        self.device = SimulatedDevice(upload_gbps=settings.upload_gbps)
+        self.device = device or SimulatedDevice(upload_gbps=settings.upload_gbps)
         self._params = np.zeros(max(8, settings.param_nbytes // 4), np.uint32)
         self._step = 1
         self._open: list[Operation] = []

@@ -1,0 +1,129 @@
+"""What control and Python cost when the device takes no time, and how long the commands take to start.
+
+Two runs per order, with few and with many micro-batches per step, small payloads, an instant simulated device: the
+step's duration is a + b * micro-batches, so b is the cost of one micro-batch (pack, hand over, stage, dispatch, tell
+that it is over) and a that of a step (update, metrics, step line). Everything on the way counts, the two processes
+together, since nothing else is waited for.
+
+    python bench/overhead.py [--steps 150] [--rounds 2] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from results import keep, machine, print_targets, spread, verdict
+
+from shmstage.launch.run_directory import completed
+from shmstage.launch.single_host import run
+from shmstage.settings import BOUNDARIES, Settings
+
+FEW, MANY = 1, 9
+ROWS, TOKENS = 4, 256
+#: steps left out: programs, sockets and memory are touched for the first time there
+WARM_UP = 10
+COMMANDS = {
+    "shmstage --help": ["--help"],
+    "shmstage run --print-config": ["run", "--print-config"],
+    "shmstage budget": ["budget"],
+    "shmstage status": ["status"],
+}
+
+
+def step_seconds(mode: str, microbatches: int, steps: int, out: Path) -> list[float]:
+    """Seconds from one update's end to the next one's, on the device's clock."""
+    settings = Settings(
+        run=f"bench-{os.getpid()}-{out.name}", out=out, boundary=mode,  # type: ignore[arg-type]
+        rows=ROWS, tokens=TOKENS, steps=steps, microbatches_per_step=microbatches, aux_slots=0, latch=False,
+        engine="shmstage.testing.engines_simulated:make_engine",
+        engine_settings={"record": str(out / "device.json")},
+        source="shmstage.testing.simulated_input:make_source",
+        source_settings={"rows": ROWS, "tokens": TOKENS, "microbatches": 8},
+    )  # fmt: skip
+    run(completed(settings), _Quiet())
+    device = json.loads((out / "device.json").read_text())
+    return [b["step_ns"] / 1e9 for b in device["boundaries"][WARM_UP:]]
+
+
+def control(steps: int, rounds: int, work: Path) -> dict[str, Any]:
+    """Per order: step time with few and with many micro-batches, and what follows from both."""
+    samples: dict[str, dict[int, list[float]]] = {mode: {FEW: [], MANY: []} for mode in BOUNDARIES}
+    for number in range(rounds):
+        for mode in BOUNDARIES:
+            for count in (FEW, MANY):
+                print(f"round {number + 1} of {rounds}: {mode}, {count} per step", file=sys.stderr)
+                samples[mode][count] += step_seconds(mode, count, steps, work / f"{mode}-{count}-{number}")
+    figures = {}
+    for mode, by_count in samples.items():
+        few, many = spread(by_count[FEW]), spread(by_count[MANY])
+        per_microbatch = (many["median"] - few["median"]) / (MANY - FEW)
+        figures[mode] = {
+            "step_s": {str(FEW): few, str(MANY): many},
+            "per_microbatch_s": per_microbatch,
+            "per_step_s": max(0.0, few["median"] - FEW * per_microbatch),
+        }
+    return figures
+
+
+def start_up(rounds: int) -> dict[str, dict[str, float]]:
+    """Seconds from the start of a command's process to its end."""
+    samples: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    for _ in range(rounds):
+        for name, arguments in COMMANDS.items():
+            began = time.monotonic()
+            subprocess.run([sys.executable, "-m", "shmstage.cli", *arguments], capture_output=True, check=False)
+            samples[name].append(time.monotonic() - began)
+    return {name: spread(values) for name, values in samples.items()}
+
+
+class _Quiet:
+    def poll(self) -> None:
+        return
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    args = parser.parse_args()
+    if args.steps < WARM_UP + 3:
+        parser.error(f"--steps {args.steps}: the first {WARM_UP} are left out; give {WARM_UP + 3} or more")
+    with tempfile.TemporaryDirectory() as work:
+        figures = control(args.steps, args.rounds, Path(work))
+    commands = start_up(max(3, args.rounds))
+    targets = [
+        verdict(f"control and Python per micro-batch, {mode}, ms", 1e3 * figure["per_microbatch_s"], 1.0)
+        for mode, figure in figures.items()
+    ]
+    result = {
+        "machine": machine(), "steps": args.steps, "rounds": args.rounds,
+        "figures": {"control": figures, "start_up_s": commands}, "targets": targets,
+    }  # fmt: skip
+    keep("overhead", result)
+    if args.json:
+        print(json.dumps(result))
+        return 0
+    print(result["machine"])
+    print(f"{'order':<22}{'per micro-batch':>16}{'per step':>12}{f'step of {FEW}':>14}{f'step of {MANY}':>14}")
+    for mode, figure in figures.items():
+        numbers = (figure["per_microbatch_s"], figure["per_step_s"], *(s["median"] for s in figure["step_s"].values()))
+        print(f"{mode:<22}" + "".join(f"{1e3 * n:>{w}.3f} ms" for n, w in zip(numbers, (13, 9, 11, 11), strict=True)))
+    for name, seconds in commands.items():
+        print(f"{name:<30}{1e3 * seconds['median']:>8.0f} ms")
+    print_targets(targets)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
