@@ -9,7 +9,8 @@ of 5.15 GB that takes 3.7 s to place, bookkeeping 5.75 s), divided by ``--scale`
                              [--variants plain,saved,settling,blocking] [--steps 8] [--rounds 2] [--json]
 
 Arms: A0 serial, A1 pipelined, A2 staged after the update, A3 staged before it, over shared memory; S0 is serial over
-shared memory; A0 and A0' always go over gRPC, and G1, G2, G3 are A1, A2, A3 over gRPC. Variants: plain; saved (a
+shared memory; A0 and A0' always go over gRPC, streamed in pieces of 4 MB, U0 pickled in one message (how to see which
+is the stronger), and G1, G2, G3 are A1, A2, A3 over gRPC, streamed. Variants: plain; saved (a
 checkpoint and a weight sync in every step); settling (the engine reads overflow flags on the host); blocking (it also
 returns from an update only when the step's last micro-batch is done, as the reference trainer does).
 """
@@ -24,6 +25,7 @@ import shutil
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from shmstage.testing.simulated_input import InputSettings
 ARMS = {
     "A0": ("grpc", "serial"),
     "A0'": ("grpc", "serial"),
+    "U0": ("unary", "serial"),
     "S0": ("shm", "serial"),
     "A1": ("shm", "pipelined"),
     "A2": ("shm", "staged_after_update"),
@@ -117,19 +120,24 @@ def run_shm(rig: Rig, mode: str, variant: str, microbatches: int, steps: int, ou
     }
 
 
-def run_grpc(rig: Rig, mode: str, variant: str, microbatches: int, steps: int, out: Path) -> dict[str, Any]:
+def run_grpc(
+    rig: Rig, mode: str, variant: str, microbatches: int, steps: int, out: Path, *, unary: bool = False
+) -> dict[str, Any]:
     from grpc_path import Plan
     from grpc_path import run as run_over_grpc
 
     out.mkdir(parents=True)
     plan = Plan(mode, steps, microbatches, variant == "saved", BOOKKEEPING_S / rig.scale)
-    return run_over_grpc(plan, rig.source, rig.engine(variant, out / "device.json"))
+    return run_over_grpc(plan, rig.source, rig.engine(variant, out / "device.json"), unary=unary)
+
+
+PATHS = {"shm": run_shm, "grpc": run_grpc, "unary": partial(run_grpc, unary=True)}
 
 
 def measured(rig: Rig, arm: str, variant: str, microbatches: int, steps: int, out: Path) -> dict[str, Any]:
     """One run: what the device says of its boundaries, in seconds, and what was trained."""
     path, mode = ARMS[arm]
-    result = (run_grpc if path == "grpc" else run_shm)(rig, mode, variant, microbatches, steps, out)
+    result = PATHS[path](rig, mode, variant, microbatches, steps, out)
     device = json.loads((out / "device.json").read_text())
     shutil.rmtree(out)
     kept = device["boundaries"][WARM_UP:]
@@ -261,7 +269,7 @@ def main() -> int:
         parser.error(f"--steps {args.steps}: the first boundary is left out and the last step has none; give 4 or more")
     notes = []
     if importlib.util.find_spec("grpc") is None:
-        left_out = [arm for arm in arms if ARMS[arm][0] == "grpc"]
+        left_out = [arm for arm in arms if ARMS[arm][0] != "shm"]
         arms = [arm for arm in arms if arm not in left_out]
         if left_out:
             notes.append(f"{', '.join(left_out)} left out: grpcio is missing; pip install 'shmstage[bench]'")

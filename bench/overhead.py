@@ -2,8 +2,9 @@
 
 Two runs per order, with few and with many micro-batches per step, small payloads, an instant simulated device: the
 step's duration is a + b * micro-batches, so b is the cost of one micro-batch (pack, hand over, stage, dispatch, tell
-that it is over) and a that of a step (update, metrics, step line). Everything on the way counts, the two processes
-together, since nothing else is waited for.
+that it is over) and a that of a step (update, metrics, step line). Everything on the way counts, since nothing else is
+waited for. Beside it the processor time of both processes, from the same runs: it hardly depends on what else the
+cores are given to do.
 
     python bench/overhead.py [--steps 150] [--rounds 2] [--json]
 """
@@ -13,11 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -40,8 +43,9 @@ COMMANDS = {
 }
 
 
-def step_seconds(mode: str, microbatches: int, steps: int, out: Path) -> list[float]:
-    """Seconds from one update's end to the next one's, on the device's clock."""
+def step_seconds(mode: str, microbatches: int, steps: int, out: Path) -> tuple[list[float], float]:
+    """Seconds from one update's end to the next one's, on the device's clock; processor seconds of the whole run."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     settings = Settings(
         run=f"bench-{os.getpid()}-{out.name}", out=out, boundary=mode,  # type: ignore[arg-type]
         rows=ROWS, tokens=TOKENS, steps=steps, microbatches_per_step=microbatches, aux_slots=0, latch=False,
@@ -51,18 +55,23 @@ def step_seconds(mode: str, microbatches: int, steps: int, out: Path) -> list[fl
         source_settings={"rows": ROWS, "tokens": TOKENS, "microbatches": 8},
     )  # fmt: skip
     run(completed(settings), _Quiet())
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     device = json.loads((out / "device.json").read_text())
-    return [b["step_ns"] / 1e9 for b in device["boundaries"][WARM_UP:]]
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return [b["step_ns"] / 1e9 for b in device["boundaries"][WARM_UP:]], cpu_s
 
 
 def control(steps: int, rounds: int, work: Path) -> dict[str, Any]:
     """Per order: step time with few and with many micro-batches, and what follows from both."""
     samples: dict[str, dict[int, list[float]]] = {mode: {FEW: [], MANY: []} for mode in BOUNDARIES}
+    cpu: dict[str, dict[int, list[float]]] = {mode: {FEW: [], MANY: []} for mode in BOUNDARIES}
     for number in range(rounds):
         for mode in BOUNDARIES:
             for count in (FEW, MANY):
                 print(f"round {number + 1} of {rounds}: {mode}, {count} per step", file=sys.stderr)
-                samples[mode][count] += step_seconds(mode, count, steps, work / f"{mode}-{count}-{number}")
+                seconds, cpu_s = step_seconds(mode, count, steps, work / f"{mode}-{count}-{number}")
+                samples[mode][count] += seconds
+                cpu[mode][count].append(cpu_s)
     figures = {}
     for mode, by_count in samples.items():
         few, many = spread(by_count[FEW]), spread(by_count[MANY])
@@ -70,6 +79,7 @@ def control(steps: int, rounds: int, work: Path) -> dict[str, Any]:
         figures[mode] = {
             "step_s": {str(FEW): few, str(MANY): many},
             "per_microbatch_s": per_microbatch,
+            "cpu_per_microbatch_s": (median(cpu[mode][MANY]) - median(cpu[mode][FEW])) / (steps * (MANY - FEW)),
             "per_step_s": max(0.0, few["median"] - FEW * per_microbatch),
         }
     return figures
@@ -115,10 +125,15 @@ def main() -> int:
         print(json.dumps(result))
         return 0
     print(result["machine"])
-    print(f"{'order':<22}{'per micro-batch':>16}{'per step':>12}{f'step of {FEW}':>14}{f'step of {MANY}':>14}")
+    print(
+        f"{'order':<22}{'per micro-batch':>16}{'processor':>12}{'per step':>12}"
+        f"{f'step of {FEW}':>14}{f'step of {MANY}':>14}"
+    )
     for mode, figure in figures.items():
-        numbers = (figure["per_microbatch_s"], figure["per_step_s"], *(s["median"] for s in figure["step_s"].values()))
-        print(f"{mode:<22}" + "".join(f"{1e3 * n:>{w}.3f} ms" for n, w in zip(numbers, (13, 9, 11, 11), strict=True)))
+        names = ("per_microbatch_s", "cpu_per_microbatch_s", "per_step_s")
+        numbers = [*(figure[name] for name in names), *(each["median"] for each in figure["step_s"].values())]
+        widths = (13, 9, 9, 11, 11)
+        print(f"{mode:<22}" + "".join(f"{1e3 * n:>{w}.3f} ms" for n, w in zip(numbers, widths, strict=True)))
     for name, seconds in commands.items():
         print(f"{name:<30}{1e3 * seconds['median']:>8.0f} ms")
     print_targets(targets)
