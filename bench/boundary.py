@@ -29,9 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from results import keep, machine, print_targets, spread, verdict
+from results import RESULTS, keep, machine, print_targets, spread, verdict
 
 from shmstage.budget.sizes import parse_size
 from shmstage.launch.run_directory import completed
@@ -226,7 +224,7 @@ def plot(result: dict[str, Any], path: Path) -> bool:
     figures = [f for f in result["figures"].values() if f["variant"] == variant]
     arms = list(dict.fromkeys(f["arm"] for f in figures))
     counts = sorted({f["microbatches_per_step"] for f in figures})
-    drawing, axes = pyplot.subplots(figsize=(8, 4))
+    drawing, axes = pyplot.subplots(figsize=(10, 4))
     width = 0.8 / max(1, len(arms))
     for number, arm in enumerate(arms):
         of_arm = {f["microbatches_per_step"]: f for f in figures if f["arm"] == arm}
@@ -238,7 +236,7 @@ def plot(result: dict[str, Any], path: Path) -> bool:
     axes.set_xlabel("micro-batches per step")
     axes.set_ylabel("boundary idle, ms (0 drawn as 0.001)")
     axes.set_title(f"{variant}, payload {result['payload_nbytes'] / 1e6:.1f} MB, 1:{result['scale']:g}")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     drawing.tight_layout()
     drawing.savefig(path)
     pyplot.close(drawing)
@@ -259,6 +257,7 @@ def main() -> int:
     parser.add_argument("--variants", default="plain,saved", help=f"of {', '.join(VARIANTS)}, with commas")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the kept result")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args()
     arms, variants = args.arms.split(","), args.variants.split(",")
@@ -280,7 +279,7 @@ def main() -> int:
         "machine": machine(), "scale": args.scale, "payload_nbytes": rig.payload_nbytes, "steps": args.steps,
         "rounds": args.rounds, **found, "targets": targets_of(found["figures"]), "notes": notes,
     }  # fmt: skip
-    path = keep("boundary", result)
+    path = keep("boundary", result, args.results)
     if not plot(result, path.with_suffix(".svg")):
         notes.append("no plot: matplotlib is missing; pip install 'shmstage[bench]'")
     if args.json:

@@ -23,9 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from results import keep, machine, print_targets, spread, verdict
+from results import RESULTS, keep, machine, print_targets, spread, verdict
 
 from shmstage.launch.run_directory import completed
 from shmstage.launch.single_host import run
@@ -105,6 +103,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the kept result")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args()
     if args.steps < WARM_UP + 3:
@@ -120,7 +119,7 @@ def main() -> int:
         "machine": machine(), "steps": args.steps, "rounds": args.rounds,
         "figures": {"control": figures, "start_up_s": commands}, "targets": targets,
     }  # fmt: skip
-    keep("overhead", result)
+    keep("overhead", result, args.results)
     if args.json:
         print(json.dumps(result))
         return 0

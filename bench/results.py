@@ -36,10 +36,10 @@ def verdict(name: str, value: float, target: float, *, at_least: bool = False) -
     return {"name": name, "value": value, "target": target, "met": met}
 
 
-def keep(name: str, result: dict[str, Any]) -> Path:
-    """Write ``results/NAME.json``; returns its path."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def keep(name: str, result: dict[str, Any], directory: Path = RESULTS) -> Path:
+    """Write ``NAME.json``; returns its path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
 
