@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import zmq
 from results import RESULTS, keep, machine, print_targets, spread, verdict
 
 from shmstage.launch.run_directory import completed
@@ -94,6 +95,33 @@ def start_up(rounds: int) -> dict[str, dict[str, float]]:
     return {name: spread(values) for name, values in samples.items()}
 
 
+ECHO = """
+import sys, zmq
+echo = zmq.Context().socket(zmq.REP)
+echo.connect(sys.argv[1])
+for _ in range(int(sys.argv[2])):
+    echo.send(echo.recv())
+"""
+
+
+def round_trip(work: Path, count: int = 2000) -> dict[str, float]:
+    """Seconds of a bare ZeroMQ round trip between two processes with nothing behind it: what two calls cannot beat."""
+    address = f"ipc://{work}/echo"
+    context = zmq.Context()
+    asking = context.socket(zmq.REQ)
+    asking.bind(address)
+    echo = subprocess.Popen([sys.executable, "-c", ECHO, address, str(count)])
+    samples = []
+    for _ in range(count):
+        began = time.monotonic()
+        asking.send(bytes(200))
+        asking.recv()
+        samples.append(time.monotonic() - began)
+    echo.wait(60)
+    context.destroy(linger=0)
+    return spread(samples[count // 10 :])
+
+
 class _Quiet:
     def poll(self) -> None:
         return
@@ -110,6 +138,7 @@ def main() -> int:
         parser.error(f"--steps {args.steps}: the first {WARM_UP} are left out; give {WARM_UP + 3} or more")
     with tempfile.TemporaryDirectory() as work:
         figures = control(args.steps, args.rounds, Path(work))
+        bare = round_trip(Path(work))
     commands = start_up(max(3, args.rounds))
     targets = [
         verdict(f"control and Python per micro-batch, {mode}, ms", 1e3 * figure["per_microbatch_s"], 1.0)
@@ -117,7 +146,7 @@ def main() -> int:
     ]
     result = {
         "machine": machine(), "steps": args.steps, "rounds": args.rounds,
-        "figures": {"control": figures, "start_up_s": commands}, "targets": targets,
+        "figures": {"control": figures, "round_trip_s": bare, "start_up_s": commands}, "targets": targets,
     }  # fmt: skip
     keep("overhead", result, args.results)
     if args.json:
@@ -133,6 +162,7 @@ def main() -> int:
         numbers = [*(figure[name] for name in names), *(each["median"] for each in figure["step_s"].values())]
         widths = (13, 9, 9, 11, 11)
         print(f"{mode:<22}" + "".join(f"{1e3 * n:>{w}.3f} ms" for n, w in zip(numbers, widths, strict=True)))
+    print(f"a bare round trip {1e3 * bare['median']:.3f} ms, least {1e3 * bare['min']:.3f}; two per staged micro-batch")
     for name, seconds in commands.items():
         print(f"{name:<30}{1e3 * seconds['median']:>8.0f} ms")
     print_targets(targets)
