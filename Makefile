@@ -42,8 +42,11 @@ native-sanitize:
 soak: venv
 	$(BIN)/python bench/soak.py --handoffs 200000
 
+# side by side in one run, with figures, verdicts and plots in bench/results; see bench/README.md
 bench: venv
-	$(BIN)/python bench/boundary_modes.py
+	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	$(BIN)/python bench/boundary.py --microbatches 3 --arms "A0,A0',A2,A3" --variants plain,saved,settling
+	$(BIN)/python bench/overhead.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info shmstage/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

@@ -49,6 +49,10 @@ class Watch(Protocol):
     def __call__(self, arrays: Any, on_ready: Callable[[int, str], None]) -> None: ...
 
 
+#: issue the upload of host arrays, by field name; they are read until what it returns is ready
+Put = Callable[[Mapping[str, np.ndarray[Any, Any]], Shardings], dict[str, jax.Array]]
+
+
 @dataclass(slots=True)
 class StagedBatch:
     """A micro-batch whose upload has been issued. ``take`` gives its arrays away once."""
@@ -105,12 +109,17 @@ class DeviceBuffers:
         *,
         timeout_s: float = 600.0,
         cancelled: Callable[[], bool] = lambda: False,
+        put: Put | None = None,
     ) -> None:
-        """``watch`` waits for uploads; ``cancelled`` is polled while waiting for a place (``CancelledError``)."""
+        """``watch`` waits for uploads; ``cancelled`` is polled while waiting for a place (``CancelledError``).
+
+        ``put``: the engine's own way to a device that is not the host's, instead of ``jax.device_put``.
+        """
         self._buffers = [_Buffer() for _ in range(count)]
         self._watch = watch
         self._timeout_s = timeout_s
         self._cancelled = cancelled
+        self._put = put or _put
         self._news: queue.SimpleQueue[tuple[str, int, int, int]] = queue.SimpleQueue()
         self._placements: dict[int, Layout] = {}
 
@@ -206,7 +215,7 @@ class DeviceBuffers:
     ) -> tuple[dict[str, jax.Array], Callable[[int, str], None]]:
         views = _fields(lease)
         self._placement(lease.handle.layout_id, views)
-        arrays = _put(views, shardings)
+        arrays = self._put(views, shardings)
 
         def report(ready_ns: int, error: str) -> None:
             for act in (lease.check,) if keep_lease else (lease.check, lease.end):

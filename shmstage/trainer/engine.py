@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from shmstage.memory.layout import Layout
 
@@ -107,6 +108,13 @@ class OptionalMethods(Protocol):
 
         ``uses`` may be left out of the signature: which of ``"train"``, ``"evaluate"`` and ``"score"`` will be asked
         for. What is not compiled here is compiled at its first use, which can lie inside a boundary.
+        """
+
+    def put(self, views: Mapping[str, np.ndarray[Any, Any]], shardings: Mapping[str, jax.sharding.Sharding]) -> Batch:
+        """Issue the upload of one micro-batch's host arrays; ``jax.device_put`` where there is none.
+
+        Returns at once. ``views`` lie in the slot and are read until the arrays are ready, and never afterwards. Asked
+        only if none of ``shardings`` is on the host's own devices, for micro-batches to be trained.
         """
 
     def settle(self, upto: int) -> Mapping[int, jax.Array] | None:

@@ -83,7 +83,8 @@ class Worker:
         self._snapshots = Snapshots(emit, on_done=self._on_ticket_done, cancelled=cancelled, clock_ns=clock_ns)
         self._completions = Completions(emit, self._timing, timeout_s=timeout_s, clock_ns=clock_ns)
         watch = self._completions.watch_upload
-        self._buffers = DeviceBuffers(device_buffers, watch, timeout_s=timeout_s, cancelled=cancelled)
+        put = getattr(engine, "put", None)
+        self._buffers = DeviceBuffers(device_buffers, watch, timeout_s=timeout_s, cancelled=cancelled, put=put)
         # of its own: a place among the trained ones could depend on the very micro-batch that waits to be scored
         score_buffers = DeviceBuffers(1, watch, timeout_s=timeout_s, cancelled=cancelled)
         parts = (self._completions, self._snapshots)

@@ -1,0 +1,68 @@
+"""The benchmarks run, and their verdicts are what their figures say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[1] / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a script of ``bench/``, which finds its neighbours as it does when it is run."""
+    monkeypatch.syspath_prepend(BENCH)
+    return importlib.import_module
+
+
+def figure(arm: str, variant: str, count: int, idle_s: float, step_s: float = 0.4) -> dict[str, object]:
+    return {
+        "arm": arm, "variant": variant, "microbatches_per_step": count, "idle_s": {"median": idle_s},
+        "step_s": {"median": step_s}, "idle_share": idle_s / step_s,
+    }  # fmt: skip
+
+
+def test_a_verdict_is_met_up_to_its_target_and_not_beyond(bench: Callable[[str], Any]) -> None:
+    verdict = bench("results").verdict
+    assert verdict("x", 1.0, 1.0)["met"] and not verdict("x", 1.1, 1.0)["met"]
+    assert verdict("x", 100, 100, at_least=True)["met"] and not verdict("x", 99, 100, at_least=True)["met"]
+
+
+def test_the_boundary_is_judged_by_idle_share_and_against_serial_over_grpc(bench: Callable[[str], Any]) -> None:
+    targets_of = bench("boundary").targets_of
+    figures = {"A0 plain 3": figure("A0", "plain", 3, 0.09), "A3 plain 3": figure("A3", "plain", 3, 0.001)}
+    assert [each["met"] for each in targets_of(figures)] == [False, False]  # 0.25 % of the step; 90 times less
+    figures["A3 plain 3"] = figure("A3", "plain", 3, 0.0)
+    assert [each["met"] for each in targets_of(figures)] == [True, True]
+
+
+def test_a_rig_is_scaled_in_bytes_and_seconds_alike(tmp_path: Path, bench: Callable[[str], Any]) -> None:
+    Rig = bench("boundary").Rig
+    small, large = Rig.of(1000, 5.15e9), Rig.of(100, 5.15e9)
+    assert large.payload_nbytes == pytest.approx(5.15e7, rel=0.01)
+    engines = [rig.engine("plain", tmp_path) for rig in (small, large)]
+    assert engines[1]["microbatch_s"] == pytest.approx(10 * engines[0]["microbatch_s"]) == pytest.approx(0.1338)
+    assert engines[0]["upload_gbps"] == engines[1]["upload_gbps"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_boundary_rig_runs_and_leaves_out_what_it_has_no_package_for(tmp_path: Path) -> None:
+    shape = "--scale 2000 --microbatches 2 --variants plain --steps 4 --rounds 1 --arms A0,S0,A3"
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "boundary.py"), *shape.split(), "--results", str(tmp_path), "--json"],
+        capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {"S0 plain 2", "A3 plain 2"} <= found["figures"].keys() and not found["problems"]
+    assert "A0 plain 2" in found["figures"] or "shmstage[bench]" in found["notes"][0]
+    assert {"name", "value", "target", "met"} == found["targets"][0].keys()
+    assert json.loads((tmp_path / "boundary.json").read_text())["figures"] == found["figures"]
