@@ -28,8 +28,7 @@ def check_run(inputs: Inputs, bounds: Sequence[Bound] | None = None) -> None:
     if judgement.verdict != "does not fit":
         return
     binding = judgement.binding
-    # a run cannot choose its encoding
-    helps = [each.text for each in suggestions(inputs, known) if "routing_encoding" not in each.change]
+    helps = [each.text for each in suggestions(inputs, known)]
     raise BudgetError(
         f"{shape} take {in_words(found.slot_nbytes)} each, in all {in_words(binding.need_nbytes)} of "
         f"{' and '.join(binding.bound.scopes)} memory; {binding.bound.name} leaves "

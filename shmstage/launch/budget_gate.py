@@ -20,7 +20,7 @@ def check_before_start(settings: Settings) -> None:
     """Raises ``BudgetError`` for a run that needs more than there is, whatever its input turns out to be.
 
     Exact fields of a bundle, the mandatory ones otherwise; the orchestrator checks again with the exact layout. Raises
-    ``LimitUnreadableError``, too. A bundle that cannot be read is not this check's to refuse.
+    ``LimitUnreadableError`` and ``SettingsError``, too. A bundle that cannot be read is not this check's to refuse.
     """
     late = late_fields(settings)
     facts: dict[str, BundleFacts] = {}
@@ -29,7 +29,7 @@ def check_before_start(settings: Settings) -> None:
         with contextlib.suppress(BundleError):
             if path is not None:
                 facts[name] = bundle_facts(path)
-    fields = fields_of_bundle(facts["bundle"], late) if "bundle" in facts else MicrobatchFields(late=late)
-    evaluation = fields_of_bundle(facts["eval_bundle"]) if "eval_bundle" in facts else None
+    fields = fields_of_bundle(facts["bundle"], settings, late) if "bundle" in facts else MicrobatchFields(late=late)
+    evaluation = fields_of_bundle(facts["eval_bundle"], settings) if "eval_bundle" in facts else None
     inputs = lower_bound(inputs_of(settings, fields, evaluation), platform_here(os.environ))
     check_run(replace(inputs, held_input_nbytes=sum(each.nbytes for each in facts.values())))

@@ -24,13 +24,12 @@ from shmstage.launch.command import CommandParser, json_on_failure
 from shmstage.launch.run_command import add_settings, resolve_args
 from shmstage.launch.run_directory import DEMO_SOURCE, completed
 from shmstage.packing.fields import late_fields
-from shmstage.packing.routing import ROUTING_ENCODINGS
-from shmstage.settings import Resolved
+from shmstage.settings import Resolved, Settings
 
 #: launcher, orchestrator and a trainer that has imported jax, optax and orbax: measured with the demo, rounded up
 PROCESS_NBYTES = 650_000_000
 LOW_HEADROOM = 4
-OF_THE_BUNDLE = ("layers", "top_k", "experts", "word_fields")
+OF_THE_BUNDLE = ("layers", "top_k", "word_fields")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,8 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     size = "bytes, or with a unit: 10GB, 64MiB"
     group.add_argument("--layers", type=int, metavar="N", help="layers whose routing is carried; unset: no routing")
     group.add_argument("--top-k", type=int, metavar="N", help="experts per token and layer")
-    group.add_argument("--experts", type=int, metavar="N", help="experts to choose from")
-    group.add_argument("--routing-encoding", choices=ROUTING_ENCODINGS, help="how routing lies in a slot")
     group.add_argument("--fill", metavar="PART", help="real tokens / (rows x tokens), above 0 to 1 (default 1)")
     group.add_argument(
         "--word-fields", type=int, metavar="N", help=f"4-byte fields per token (default {MANDATORY_WORDS} or as needed)"
@@ -108,7 +105,7 @@ def inputs_from(args: argparse.Namespace, resolved: Resolved) -> tuple[Inputs, l
     evaluation, evaluation_nbytes = None, 0
     if settings.eval_bundle is not None:
         facts = bundle_facts(settings.eval_bundle)
-        evaluation, evaluation_nbytes = fields_of_bundle(facts, encoding=fields.encoding), facts.nbytes
+        evaluation, evaluation_nbytes = fields_of_bundle(facts, settings), facts.nbytes
     inputs = replace(
         inputs_of(settings, fields, evaluation),
         fill=_fill(args.fill),
@@ -130,33 +127,33 @@ def inputs_from(args: argparse.Namespace, resolved: Resolved) -> tuple[Inputs, l
 
 def _fields(args: argparse.Namespace, resolved: Resolved, assumed: list[str]) -> MicrobatchFields:
     settings = resolved.settings
-    late, encoding = late_fields(settings), args.routing_encoding or "dense"
+    late = late_fields(settings)
     if settings.bundle is not None:
         for name in OF_THE_BUNDLE:
             if getattr(args, name) is not None:
                 flag = "--" + name.replace("_", "-")
                 raise SettingsError(f"{flag} {getattr(args, name)}: the bundle {settings.bundle} says it; drop {flag}")
-        return fields_of_bundle(bundle_facts(settings.bundle), late, encoding)
+        return fields_of_bundle(bundle_facts(settings.bundle), settings, late)
     if args.word_fields is None:
         assumed.append(
             f"word_fields = {MANDATORY_WORDS}: the mandatory fields and those the settings ask for; a bundle "
             "(--bundle) would say it exactly, --word-fields sets it"
         )
     optional, extra = words(args.word_fields if args.word_fields is not None else MANDATORY_WORDS)
-    layers, top_k, experts = _routing(args)
+    layers, top_k, experts = _routing(args, settings)
     if not layers:
         assumed.append("no routing is carried; --layers, --top-k and --experts say otherwise")
-    return MicrobatchFields(optional, layers, top_k, experts, late, extra, encoding)
+    return MicrobatchFields(optional, layers, top_k, experts, late, extra, settings.routing_encoding)
 
 
-def _routing(args: argparse.Namespace) -> tuple[int, int, int]:
+def _routing(args: argparse.Namespace, settings: Settings) -> tuple[int, int, int]:
     if args.layers is None and args.top_k is None:
         if args.experts is not None or args.routing_encoding not in (None, "dense"):
             raise SettingsError("--experts and --routing-encoding are about routing; give --layers and --top-k, too")
         return 0, 0, 0
     if args.layers is None or args.top_k is None:
         raise SettingsError("routing has layers and a top-k; give both --layers and --top-k")
-    experts = _at_least("experts", args.experts, 1) if args.experts is not None else 0
+    experts = settings.experts
     if experts and args.top_k > experts:
         raise SettingsError(f"--top-k {args.top_k} of --experts {experts}; a token cannot choose more than there are")
     return _at_least("layers", args.layers, 1), _at_least("top-k", args.top_k, 1), experts
@@ -231,9 +228,9 @@ def origins(args: argparse.Namespace, resolved: Resolved, inputs: Inputs) -> dic
     found = {key: {"value": value, "origin": resolved.origins[key]} for key, value in values.items()}
     fields, bundle = inputs.fields, resolved.settings.bundle
     taken: dict[str, object] = {
-        "layers": fields.layers, "top_k": fields.top_k, "experts": fields.experts,
+        "layers": fields.layers, "top_k": fields.top_k,
         "word_fields": sum(len(field.shape) == 2 for field in fields.layout(1, 1).fields),
-        "routing_encoding": fields.encoding, "fill": str(inputs.fill), "platform": inputs.platform,
+        "fill": str(inputs.fill), "platform": inputs.platform,
         "param_bytes": inputs.param_nbytes, "optimizer_bytes": inputs.optimizer_nbytes, "hosts": inputs.hosts,
         "replay": inputs.replay, "device_memory": args.device_memory, "limit": args.limit,
     }  # fmt: skip

@@ -136,6 +136,9 @@ def _attempt(
     if planner.dropped or planner.skipped_empty:
         text = f"not trained: {planner.dropped} over-long and {planner.skipped_empty} empty trajectories"
         summary["warnings"].append(text)
+    if settings.routing_encoding != "dense" and source.first.routing is None:
+        text = f"routing_encoding = {settings.routing_encoding} has no effect: the input carries no routing"
+        summary["warnings"].append(text)
     return {
         **summary,
         "run": settings.run,
