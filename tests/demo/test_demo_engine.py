@@ -100,7 +100,7 @@ def test_advantages_of_a_group_sum_to_zero_over_its_trajectories() -> None:
 
 def test_the_source_names_a_setting_it_does_not_know() -> None:
     with pytest.raises(
-        SettingsError, match="unknown source setting path = 'x'; the demo's source knows only bundle"
+        SettingsError, match="unknown source setting path = 'x'; the demo's source knows bundle, routing_layers"
     ):
         make_source({"path": "x"})
     with pytest.raises(SettingsError, match="bundle = 3"):
