@@ -63,6 +63,11 @@ def encoding_of(names: Iterable[str]) -> str | None:
     return next((encoding for encoding, fields in NAMES.items() if fields[0] in present), None)
 
 
+def is_encoded(names: Iterable[str]) -> bool:
+    """Whether fields of these names hold routing in another form than dense."""
+    return encoding_of(names) not in (None, "dense")
+
+
 def experts_for(encoding: str, *, asked: int, said: int, who: str) -> int:
     """The number of experts to encode for: `asked` for by the settings, else as `who` (the input) said; 0: unknown.
 

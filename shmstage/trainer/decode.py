@@ -1,6 +1,7 @@
 """Restores ``routed_experts`` from a slot's encoded form, inside the program that reads it; every shape is static.
 
-    OptaxEngine decodes by itself; an engine of your own does ``batch = with_dense_routing(batch)`` where it traces.
+    OptaxEngine decodes by itself; an engine of your own does ``batch = with_dense_routing(batch)`` where it traces, and
+    says so by ``decodes_routing = True``.
 
 The form is drawn in ``packing/routing.py``. Nothing here counts bits or bytes of the whole: with 4.2 million tokens of
 600 ids each such an index would not fit int32.
@@ -9,14 +10,14 @@ The form is drawn in ``packing/routing.py``. Nothing here counts bits or bytes o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shmstage.packing.fields import SEGMENT_IDS
-from shmstage.packing.routing import DENSE, GROUP, NAMES, OFFSETS, PACKED, RAGGED, VALIDITY, encoding_of
+from shmstage.packing.routing import DENSE, GROUP, NAMES, OFFSETS, PACKED, RAGGED, VALIDITY, encoding_of, is_encoded
 from shmstage.trainer.jax_seam import barrier, constrained
 
 
@@ -35,11 +36,6 @@ def with_dense_routing(
         dense = constrained(dense, sharding)
     # what follows is compiled as if the array had come with the batch: its bits do not depend on the encoding
     return in_place_of_encoded(batch, barrier(dense))
-
-
-def is_encoded(names: Iterable[str]) -> bool:
-    """Whether fields of these names hold routing in another form than dense."""
-    return encoding_of(names) not in (None, "dense")
 
 
 def dense_routing(batch: Mapping[str, jax.Array]) -> jax.Array:

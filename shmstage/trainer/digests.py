@@ -9,7 +9,8 @@ import numpy as np
 import xxhash
 
 from shmstage.memory.layout import dtype_name
-from shmstage.trainer.decode import dense_routing, in_place_of_encoded, is_encoded
+from shmstage.packing.routing import is_encoded
+from shmstage.trainer.decode import dense_routing, in_place_of_encoded
 from shmstage.trainer.engine import Batch, TrainEngine
 from shmstage.trainer.host_copy import HostArray, as_bytes, host_copy
 

@@ -57,6 +57,7 @@ class OptaxEngine:
     """
 
     snapshots = True
+    decodes_routing = True
 
     def __init__(
         self,

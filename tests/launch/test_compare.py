@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,47 @@ def test_all_modes_and_the_reference_loop_are_equal(tmp_path: Path) -> None:
     digests = {mode["param_digest"] for mode in verdict["modes"].values()} | {verdict["reference"]["param_digest"]}
     assert len(digests) == 1
     assert verdict["reference"]["param_digest"] != verdict["reference"]["initial_param_digest"]
+
+
+ROUTED = """rows = 2
+steps = 2
+microbatches_per_step = 2
+max_real_tokens = 400
+[source]
+factory = "shmstage.demo.source:make_source"
+routing_layers = 3
+routing_top_k = 2
+routing_experts = 24
+[engine]
+routing_weight = 0.5
+"""
+
+
+@pytest.mark.slow
+def test_packed_routing_gives_the_digests_and_parameters_of_dense(tmp_path: Path) -> None:
+    """The reference loop has dense routing from numpy; every id counts in the demo's loss."""
+    (tmp_path / "routed.toml").write_text(ROUTED)
+    found, nbytes = {}, {}
+    for encoding in ("dense", "ragged_packed"):
+        verdict = run_json(
+            "compare", "--routing-encoding", encoding, "--config", "routed.toml", "--out", encoding, cwd=tmp_path
+        )
+        assert verdict["equal"], verdict["problems"]
+        assert verdict["reference"]["param_digest"] == verdict["modes"]["serial"]["param_digest"]
+        found[encoding] = {mode: [result[key] for key in COMPARED] for mode, result in verdict["modes"].items()}
+        line = json.loads((tmp_path / encoding / "serial" / "steps.jsonl").read_text().splitlines()[0])
+        nbytes[encoding] = line["bytes"] // 2
+    assert found["dense"] == found["ragged_packed"]
+    # per micro-batch of 2 x 256 tokens: 7 words per token; routing of 512 tokens dense, of 400 packed in 5 bits
+    assert nbytes["dense"] == 512 * (7 * 4 + 3 * 2 * 2)
+    assert nbytes["ragged_packed"] == _aligned(512 * 4) * 7 + _aligned(50 * 3 * 2 * 5) + _aligned(50 * 3) + 3 * 4
+
+
+COMPARED = ("param_digest", "digests", "payload_digests", "losses", "denominators")
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
 
 
 SETTINGS = Settings(steps=2, microbatches_per_step=1)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer.routed_by_seed import Arrays, routed_arrays
 
+from shmstage.packing.routing import is_encoded
 from shmstage.testing.numpy_packer import encode_routing
-from shmstage.trainer.decode import decoding, dense_routing, is_encoded, unpack, with_dense_routing
+from shmstage.trainer.decode import decoding, dense_routing, unpack, with_dense_routing
 from shmstage.trainer.digests import decoded_digest, payload_digest
 
 # what compiles takes its time

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -88,3 +93,21 @@ def test_encoded_fields_are_replicated_over_a_mesh(encoding: str) -> None:
         assert sharding.is_fully_replicated or not name.startswith("routed_experts_")
         want = PartitionSpec() if name.startswith("routed_experts_") else PartitionSpec("data")
         assert sharding.spec == want, name
+
+
+def test_a_mesh_gives_the_bits_of_dense_too() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "trainer.routed_on_two_devices"],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["devices"] == 2
+    for spec in ("rows", "tokens"):
+        assert found[spec]["ragged"] == found[spec]["dense"]
+        assert found[spec]["ragged_packed"] == found[spec]["dense"]
+        assert found[spec]["dense"][2] == 1, "compiled again"
