@@ -14,7 +14,7 @@
 
 namespace shmstage {
 
-constexpr std::uint64_t kGroup = 8;
+constexpr unsigned kGroup = 8;
 constexpr unsigned kMostBits = 15;  ///< ids are int16 and not negative
 
 struct RoutingShape {
