@@ -59,12 +59,11 @@ def in_place_of_encoded(batch: Mapping[str, jax.Array], dense: jax.Array) -> dic
 def unpack(packed: jax.Array, validity: jax.Array) -> jax.Array:
     """uint8 ``[groups, layers, top_k, bits]`` and ``[groups, layers]`` → int16 ``[groups * 8, layers, top_k]``."""
     groups, layers, top_k, bits = packed.shape
-    wide = packed.astype(jnp.int32)
     lanes = []
     for token in range(GROUP):
         first, shift = divmod(token * bits, 8)
         # an id of at most 15 bits lies in at most 3 bytes
-        parts = [wide[..., first + n] << (8 * n) for n in range(-(-(shift + bits) // 8))]
+        parts = [packed[..., first + n].astype(jnp.int32) << (8 * n) for n in range(-(-(shift + bits) // 8))]
         ids = functools.reduce(jnp.bitwise_or, parts) >> shift & ((1 << bits) - 1)
         is_set = (validity >> token & 1).astype(bool)
         lanes.append(jnp.where(is_set[..., None], ids, -1).astype(jnp.int16))

@@ -38,6 +38,12 @@ def test_the_numbers_of_experts_in_use_are_restored_bit_for_bit(encoding: str, e
     assert_restored(arrays, encoding, experts)
 
 
+@pytest.mark.parametrize("bits", [1, 2, 3, 7, 11, 13, 15])
+def test_ids_of_any_width_are_restored_also_those_that_lie_in_three_bytes(bits: int) -> None:
+    arrays = routed_arrays(bits, rows=2, tokens=9, layers=3, top_k=2, experts=1 << bits)
+    assert_restored(arrays, "ragged_packed", 1 << bits)
+
+
 @settings(max_examples=12, derandomize=True, database=None, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
