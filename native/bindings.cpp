@@ -1,4 +1,5 @@
 // The only file that knows Python: argument checks, buffers, the GIL.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -44,6 +45,34 @@ class Buffer {
 
   private:
     Py_buffer view_{};
+};
+
+/// Bytes to read of many small arrays. A numpy array builds a description at every request for its buffer, which takes
+/// longer than copying a short one: its pointer is taken instead, and a reference keeps it, as it keeps numpy from
+/// resizing it.
+class SourceBytes {
+  public:
+    explicit SourceBytes(const py::object& object) : object_(object) {
+        if (py::isinstance<py::array>(object)) {
+            const auto array = py::reinterpret_borrow<py::array>(object);
+            if ((array.flags() & py::array::c_style) == 0) throw py::value_error("source is not C-contiguous");
+            data_ = static_cast<const std::byte*>(array.data());
+            nbytes_ = static_cast<std::size_t>(array.nbytes());
+        } else {
+            buffer_.emplace(object, false);
+            data_ = buffer_->data();
+            nbytes_ = buffer_->nbytes();
+        }
+    }
+
+    const std::byte* data() const { return data_; }
+    std::size_t nbytes() const { return nbytes_; }
+
+  private:
+    py::object object_;
+    std::optional<Buffer> buffer_;
+    const std::byte* data_ = nullptr;
+    std::size_t nbytes_ = 0;
 };
 
 std::string text_of(const char* field, std::size_t capacity) { return {field, strnlen(field, capacity)}; }
@@ -377,7 +406,12 @@ using SpanArguments = std::tuple<py::object, std::uint64_t, unsigned char, std::
 /// encoding, layers, top_k, bits, ids, validity, offsets, sources
 using RoutingArguments = std::tuple<std::string, std::uint64_t, std::uint64_t, unsigned, py::object, py::object,
                                     py::object, std::vector<py::object>>;
-using HeldBuffers = std::deque<Buffer>;  ///< a deque never moves a Buffer
+
+/// What a fill keeps while it runs; a deque never moves a Buffer.
+struct HeldBuffers {
+    std::deque<Buffer> written;
+    std::deque<SourceBytes> read;
+};
 
 shmstage::RoutingShape routing_shape(std::uint64_t layers, std::uint64_t top_k, unsigned bits) {
     const std::uint64_t ids = product(layers, top_k);
@@ -406,13 +440,13 @@ std::uint64_t checked_held_nbytes(const shmstage::RoutingShape& shape, std::uint
 shmstage::SpanField span_field(const SpanArguments& arguments, std::uint64_t places,
                                const std::vector<shmstage::Segment>& segments, HeldBuffers& held) {
     const auto& [destination, token_nbytes, pad, sources] = arguments;
-    const Buffer& into = held.emplace_back(destination, true);
+    const Buffer& into = held.written.emplace_back(destination, true);
     check_nbytes("destination", into.nbytes(), product(places, token_nbytes));
     if (sources.size() != segments.size()) throw py::value_error("not one source per segment");
     shmstage::SpanField field{into.data(), token_nbytes, pad, {}};
     field.sources.reserve(sources.size());
     for (std::size_t i = 0; i < sources.size(); ++i) {
-        const Buffer& from = held.emplace_back(sources[i], false);
+        const SourceBytes& from = held.read.emplace_back(sources[i]);
         if (token_nbytes == 0 || from.nbytes() % token_nbytes != 0) {
             throw py::value_error("source is not a whole number of tokens");
         }
@@ -429,12 +463,12 @@ shmstage::RoutingSource routing_source(const py::object& given, const shmstage::
     if (source.held) {
         const auto [packed, tokens] = given.cast<std::tuple<py::object, std::uint64_t>>();
         if (shape.bits == 0) throw py::value_error("packed ids of 0 bits");
-        const Buffer& from = held.emplace_back(packed, false);
+        const SourceBytes& from = held.read.emplace_back(packed);
         check_nbytes("held routing", from.nbytes(), checked_held_nbytes(shape, tokens));
         source.data = from.data();
         source.tokens = tokens;
     } else {
-        const Buffer& from = held.emplace_back(given, false);
+        const SourceBytes& from = held.read.emplace_back(given);
         if (from.nbytes() % shape.token_nbytes() != 0) {
             throw py::value_error("source is not a whole number of tokens");
         }
@@ -461,8 +495,9 @@ RoutingFill routing_fill(const RoutingArguments& arguments, std::uint64_t rows, 
     const auto& [encoding, layers, top_k, bits, ids, validity, offsets, sources] = arguments;
     const bool packed = encoding == "ragged_packed";
     if (!packed && encoding != "ragged" && encoding != "dense") throw py::value_error("unknown encoding " + encoding);
-    const shmstage::RoutingShape shape = packed ? packed_shape(layers, top_k, bits) : routing_shape(layers, top_k, bits);
-    const Buffer& into = held.emplace_back(ids, true);
+    const shmstage::RoutingShape shape =
+        packed ? packed_shape(layers, top_k, bits) : routing_shape(layers, top_k, bits);
+    const Buffer& into = held.written.emplace_back(ids, true);
     RoutingFill fill{encoding, shape, into.data(), nullptr, nullptr, places, {}};
     if (encoding == "dense") {
         check_nbytes("routing", into.nbytes(), product(places, shape.token_nbytes()));
@@ -476,12 +511,12 @@ RoutingFill routing_fill(const RoutingArguments& arguments, std::uint64_t rows, 
             throw py::value_error(std::to_string(real) + " real tokens, capacity " + std::to_string(fill.capacity));
         }
         if (real > std::numeric_limits<std::int32_t>::max()) throw py::value_error("more than 2**31 - 1 real tokens");
-        const Buffer& into_offsets = held.emplace_back(offsets, true);
+        const Buffer& into_offsets = held.written.emplace_back(offsets, true);
         check_nbytes("offsets", into_offsets.nbytes(), product(rows + 1, sizeof(std::int32_t)));
         fill.offsets = into_offsets.data();
     }
     if (packed) {
-        const Buffer& into_validity = held.emplace_back(validity, true);
+        const Buffer& into_validity = held.written.emplace_back(validity, true);
         check_nbytes("validity", into_validity.nbytes(), product(fill.capacity / shmstage::kGroup, shape.layers));
         fill.validity = into_validity.data();
     }
@@ -506,8 +541,8 @@ void fill_microbatch(std::uint64_t rows, std::uint64_t tokens,
 
     const std::uint64_t places = product(rows, tokens);
     HeldBuffers held;
-    const Buffer& ids = held.emplace_back(segment_ids, true);
-    const Buffer& positions = held.emplace_back(segment_positions, true);
+    const Buffer& ids = held.written.emplace_back(segment_ids, true);
+    const Buffer& positions = held.written.emplace_back(segment_positions, true);
     check_nbytes("segment_ids", ids.nbytes(), product(places, sizeof(std::int32_t)));
     check_nbytes("segment_positions", positions.nbytes(), product(places, sizeof(std::int32_t)));
     std::vector<shmstage::SpanField> filled;
@@ -518,7 +553,7 @@ void fill_microbatch(std::uint64_t rows, std::uint64_t tokens,
 
     const py::gil_scoped_release released;
     const std::vector<shmstage::Span> padded = shmstage::padded_spans(segments, tokens);
-    const std::vector<shmstage::Span> compact = routed ? shmstage::compact_spans(segments) : std::vector<shmstage::Span>();
+    const std::vector<shmstage::Span> compact = shmstage::compact_spans(segments);
     shmstage::Work work;
     const std::uint64_t word = sizeof(std::int32_t);
     work.add(places, word, [&](const shmstage::Part& part) { shmstage::fill_segment_ids(ids.data(), padded, part); });
@@ -575,14 +610,15 @@ void bind_fill(py::module_& module) {
                py::arg("threads") = 0,
                "Writes every byte of the packed fields, GIL released.\n\n"
                "segments: (row, start, length) in order. fields: (destination, bytes a token, padding byte, one\n"
-               "source per segment), a source shorter than its segment is padded at the end. routing: (encoding, layers,\n"
-               "top_k, bits, ids, validity, offsets, one source per segment), encoding dense, ragged or ragged_packed,\n"
-               "the three destinations as packing/routing.py has them (None where the encoding lacks one), a source\n"
-               "dense int16 [tokens, layers, top_k] or (bytes of pack_routing, tokens). threads: 0 = by cores and\n"
-               "size. ValueError, before anything is written, if a size, a segment or the capacity does not fit.");
+               "source per segment), a source shorter than its segment is padded at the end. routing: (encoding,\n"
+               "layers, top_k, bits, ids, validity, offsets, one source per segment), encoding dense, ragged or\n"
+               "ragged_packed, the three destinations as packing/routing.py has them (None where the encoding lacks\n"
+               "one), a source dense int16 [tokens, layers, top_k] or (bytes of pack_routing, tokens). threads: 0 =\n"
+               "by cores and size. ValueError, before anything is written, if a size, a segment or the capacity does\n"
+               "not fit.");
     module.def("pack_routing", &pack_routing, py::arg("routing"), py::arg("layers"), py::arg("top_k"), py::arg("bits"),
-               "Dense int16 [tokens, layers, top_k] as a waiting trajectory keeps it: packed groups of 8 tokens, uint8\n"
-               "[groups, layers, top_k, bits], then their validity [groups, layers]. Ids must be below 2**bits.");
+               "Dense int16 [tokens, layers, top_k] as a waiting trajectory keeps it: packed groups of 8 tokens,\n"
+               "uint8 [groups, layers, top_k, bits], then their validity [groups, layers]. Ids must be below 2**bits.");
     module.def("unpack_routing", &unpack_routing, py::arg("destination"), py::arg("held"), py::arg("layers"),
                py::arg("top_k"), py::arg("bits"),
                "What pack_routing made, back into int16 [tokens, layers, top_k].");

@@ -16,7 +16,7 @@ constexpr std::uint64_t kThreadNbytes = std::uint64_t{2} << 20;
 /// Small enough that threads end together, large enough that a part's two ends do not matter.
 constexpr std::uint64_t kPartNbytes = std::uint64_t{1} << 20;
 /// From here on what is written would only push other things out of the cache.
-constexpr std::uint64_t kStreamingNbytes = std::uint64_t{4} << 20;
+constexpr std::uint64_t kStreamingNbytes = std::uint64_t{16} << 20;
 constexpr std::uint64_t kMostThreads = 8;  ///< memory bandwidth is exhausted by then
 
 }  // namespace

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from routing_oracle import Array, held, pack_groups, random_routing, whole_groups
 
 from shmstage import _native
-from routing_oracle import Array, held, pack_groups, random_routing, whole_groups
 
 EXPERTS = [1, 2, 3, 16, 17, 128, 200, 256, 257, 384, 512]
 
