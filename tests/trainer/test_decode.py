@@ -95,6 +95,13 @@ def test_the_decoded_array_stands_where_its_encoded_fields_stood(encoding: str) 
     assert with_dense_routing(arrays) == arrays  # type: ignore[arg-type]
 
 
+def test_what_reads_the_decoded_array_is_compiled_apart_from_the_decoder() -> None:
+    """Fused into the loss it could change the order of its sums; that it does not today is luck."""
+    arrays = routed_arrays(1, rows=2, tokens=8, layers=2, top_k=2, experts=8)
+    encoded = {n: jnp.array(a) for n, a in encode_routing(arrays, "ragged", experts=8).items()}
+    assert "optimization_barrier" in str(jax.make_jaxpr(with_dense_routing)(encoded))
+
+
 @pytest.mark.parametrize("encoding", ENCODED)
 def test_a_digest_is_of_decoded_values(encoding: str) -> None:
     arrays = routed_arrays(1, rows=2, tokens=8, layers=3, top_k=2, experts=8)
