@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, final
 
 import numpy as np
@@ -88,7 +89,7 @@ def fill_microbatch(
                     views[field.packed],
                     views[field.packed].itemsize * int(np.prod(views[field.packed].shape[2:])),
                     field.pad_byte,
-                    [getattr(trajectory, field.source) for trajectory in packed],
+                    list(map(attrgetter(field.source), packed)),
                 )
                 for field in fields
             ],

@@ -111,6 +111,7 @@ def microbatches(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @given(microbatches(), st.sampled_from(["dense", "ragged", "ragged_packed"]))
 def test_every_encoding_is_what_the_oracle_makes(made: dict[str, Any], encoding: str) -> None:
     dice = np.random.default_rng(made["seed"])
@@ -204,3 +205,39 @@ def test_destinations_of_another_size_are_refused() -> None:
         routing = ("ragged_packed", 2, 3, 4, parts["ids"], parts["validity"], parts["offsets"], [b""])
         with pytest.raises(ValueError, match=match):
             _native.fill_microbatch(1, 8, [(0, 0, 2)], *words, [], routing)
+
+
+@pytest.mark.parametrize("encoding", ["dense", "ragged", "ragged_packed"])
+def test_what_lies_past_the_tokens_of_held_routing_reaches_nobody(encoding: str) -> None:
+    first, second = np.full((3, 2, 3), 15, np.int16), np.full((2, 2, 3), 1, np.int16)
+    place = (encoding, 1, 8, [(0, 0, 3), (0, 3, 2)], (2, 3), 4, 8)
+    got = call(*place, [(b"\xff" * 26, 3), second])
+    want = wanted(*place, [first, second])
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [0, 1, 2, 5])
+@pytest.mark.parametrize("shift", [0, 4, 16])
+def test_a_micro_batch_large_enough_to_be_shared_and_streamed_is_written_whole(threads: int, shift: int) -> None:
+    """Destinations that begin inside a cache line, parts that end in the middle of a segment, nothing beside them."""
+    rows, tokens = 3, 500_000
+    segments = [(0, 3, 499_990), (1, 0, 100), (1, 101, 399_000), (2, 250_000, 250_000)]
+    memory = [np.full(rows * tokens + 32, 7, np.int32) for _ in range(3)]
+    views = [part[shift // 4 :][: rows * tokens] for part in memory]
+    sources = [np.arange(1, length, dtype=np.int32) for _, _, length in segments]
+    _native.fill_microbatch(rows, tokens, segments, views[0], views[1], [(views[2], 4, 255, sources)], None, threads)
+    want = [
+        np.zeros((rows, tokens), np.int32),
+        np.zeros((rows, tokens), np.int32),
+        np.full((rows, tokens), -1, np.int32),
+    ]
+    numbers = {(0, 3): 1, (1, 0): 1, (1, 101): 2, (2, 250_000): 1}
+    for (row, start, length), source in zip(segments, sources, strict=True):
+        want[0][row, start : start + length] = numbers[row, start]
+        want[1][row, start : start + length] = np.arange(length)
+        want[2][row, start : start + length - 1] = source
+    for part, view, expected in zip(memory, views, want, strict=True):
+        np.testing.assert_array_equal(view.reshape(rows, tokens), expected)
+        assert (part[: shift // 4] == 7).all() and (part[shift // 4 + rows * tokens :] == 7).all()
