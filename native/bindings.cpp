@@ -1,4 +1,5 @@
 // The only file that knows Python: argument checks, buffers, the GIL.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -7,6 +8,7 @@
 #include <deque>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -17,6 +19,8 @@
 #include "cells.h"
 #include "fill.h"
 #include "guarded_copy.h"
+#include "parallel.h"
+#include "routing.h"
 #include "slot_header.h"
 #include "slots.h"
 
@@ -41,6 +45,34 @@ class Buffer {
 
   private:
     Py_buffer view_{};
+};
+
+/// Bytes to read of many small arrays. A numpy array builds a description at every request for its buffer, which takes
+/// longer than copying a short one: its pointer is taken instead, and a reference keeps it, as it keeps numpy from
+/// resizing it.
+class SourceBytes {
+  public:
+    explicit SourceBytes(const py::object& object) : object_(object) {
+        if (py::isinstance<py::array>(object)) {
+            const auto array = py::reinterpret_borrow<py::array>(object);
+            if ((array.flags() & py::array::c_style) == 0) throw py::value_error("source is not C-contiguous");
+            data_ = static_cast<const std::byte*>(array.data());
+            nbytes_ = static_cast<std::size_t>(array.nbytes());
+        } else {
+            buffer_.emplace(object, false);
+            data_ = buffer_->data();
+            nbytes_ = buffer_->nbytes();
+        }
+    }
+
+    const std::byte* data() const { return data_; }
+    std::size_t nbytes() const { return nbytes_; }
+
+  private:
+    py::object object_;
+    std::optional<Buffer> buffer_;
+    const std::byte* data_ = nullptr;
+    std::size_t nbytes_ = 0;
 };
 
 std::string text_of(const char* field, std::size_t capacity) { return {field, strnlen(field, capacity)}; }
@@ -371,58 +403,225 @@ void check_nbytes(const char* what, std::uint64_t got, std::uint64_t want) {
 }
 
 using SpanArguments = std::tuple<py::object, std::uint64_t, unsigned char, std::vector<py::object>>;
+/// encoding, layers, top_k, bits, ids, validity, offsets, sources
+using RoutingArguments = std::tuple<std::string, std::uint64_t, std::uint64_t, unsigned, py::object, py::object,
+                                    py::object, std::vector<py::object>>;
+
+/// What a fill keeps while it runs; a deque never moves a Buffer.
+struct HeldBuffers {
+    std::deque<Buffer> written;
+    std::deque<SourceBytes> read;
+};
+
+shmstage::RoutingShape routing_shape(std::uint64_t layers, std::uint64_t top_k, unsigned bits) {
+    const std::uint64_t ids = product(layers, top_k);
+    if (ids == 0) throw py::value_error("routing without layers or without ids");
+    // a group of 8 tokens, dense or packed, is counted in 64 bits
+    product(ids, shmstage::kGroup * sizeof(std::int16_t));
+    if (bits > shmstage::kMostBits) {
+        throw py::value_error("ids of " + std::to_string(bits) + " bits, at most " +
+                              std::to_string(shmstage::kMostBits));
+    }
+    return {layers, top_k, bits};
+}
+
+shmstage::RoutingShape packed_shape(std::uint64_t layers, std::uint64_t top_k, unsigned bits) {
+    if (bits == 0) throw py::value_error("packed ids of 0 bits");
+    return routing_shape(layers, top_k, bits);
+}
+
+/// Bytes of held tokens, from a number of tokens that came from Python.
+std::uint64_t checked_held_nbytes(const shmstage::RoutingShape& shape, std::uint64_t tokens) {
+    if (tokens > std::numeric_limits<std::int32_t>::max()) throw py::value_error("more than 2**31 - 1 tokens");
+    product(tokens / shmstage::kGroup + 1, shape.group_nbytes() + shape.layers);
+    return shmstage::held_nbytes(shape, tokens);
+}
+
+shmstage::SpanField span_field(const SpanArguments& arguments, std::uint64_t places,
+                               const std::vector<shmstage::Segment>& segments, HeldBuffers& held) {
+    const auto& [destination, token_nbytes, pad, sources] = arguments;
+    const Buffer& into = held.written.emplace_back(destination, true);
+    check_nbytes("destination", into.nbytes(), product(places, token_nbytes));
+    if (sources.size() != segments.size()) throw py::value_error("not one source per segment");
+    shmstage::SpanField field{into.data(), token_nbytes, pad, {}};
+    field.sources.reserve(sources.size());
+    for (std::size_t i = 0; i < sources.size(); ++i) {
+        const SourceBytes& from = held.read.emplace_back(sources[i]);
+        if (token_nbytes == 0 || from.nbytes() % token_nbytes != 0) {
+            throw py::value_error("source is not a whole number of tokens");
+        }
+        const std::uint64_t source_tokens = from.nbytes() / token_nbytes;
+        if (source_tokens > segments[i].length) throw py::value_error("source longer than its segment");
+        field.sources.push_back({from.data(), source_tokens});
+    }
+    return field;
+}
+
+shmstage::RoutingSource routing_source(const py::object& given, const shmstage::RoutingShape& shape,
+                                       std::uint64_t length, HeldBuffers& held) {
+    shmstage::RoutingSource source{nullptr, 0, py::isinstance<py::tuple>(given)};
+    if (source.held) {
+        const auto [packed, tokens] = given.cast<std::tuple<py::object, std::uint64_t>>();
+        if (shape.bits == 0) throw py::value_error("packed ids of 0 bits");
+        const SourceBytes& from = held.read.emplace_back(packed);
+        check_nbytes("held routing", from.nbytes(), checked_held_nbytes(shape, tokens));
+        source.data = from.data();
+        source.tokens = tokens;
+    } else {
+        const SourceBytes& from = held.read.emplace_back(given);
+        if (from.nbytes() % shape.token_nbytes() != 0) {
+            throw py::value_error("source is not a whole number of tokens");
+        }
+        source.data = from.data();
+        source.tokens = from.nbytes() / shape.token_nbytes();
+    }
+    if (source.tokens > length) throw py::value_error("source longer than its segment");
+    return source;
+}
+
+/// Routing to be written, checked.
+struct RoutingFill {
+    std::string encoding;
+    shmstage::RoutingShape shape;
+    std::byte* ids;
+    std::byte* validity;
+    std::byte* offsets;
+    std::uint64_t capacity;  ///< positions: real tokens, or rows x tokens where dense
+    std::vector<shmstage::RoutingSource> sources;
+};
+
+RoutingFill routing_fill(const RoutingArguments& arguments, std::uint64_t rows, std::uint64_t places,
+                         const std::vector<shmstage::Segment>& segments, HeldBuffers& held) {
+    const auto& [encoding, layers, top_k, bits, ids, validity, offsets, sources] = arguments;
+    const bool packed = encoding == "ragged_packed";
+    if (!packed && encoding != "ragged" && encoding != "dense") throw py::value_error("unknown encoding " + encoding);
+    const shmstage::RoutingShape shape =
+        packed ? packed_shape(layers, top_k, bits) : routing_shape(layers, top_k, bits);
+    const Buffer& into = held.written.emplace_back(ids, true);
+    RoutingFill fill{encoding, shape, into.data(), nullptr, nullptr, places, {}};
+    if (encoding == "dense") {
+        check_nbytes("routing", into.nbytes(), product(places, shape.token_nbytes()));
+    } else {
+        const std::uint64_t unit = packed ? shape.group_nbytes() : shape.token_nbytes();
+        if (into.nbytes() % unit != 0) throw py::value_error("routing is not a whole number of tokens");
+        fill.capacity = into.nbytes() / unit * (packed ? shmstage::kGroup : 1);
+        std::uint64_t real = 0;
+        for (const shmstage::Segment& segment : segments) real += segment.length;  // at most `places`: they are apart
+        if (real > fill.capacity) {
+            throw py::value_error(std::to_string(real) + " real tokens, capacity " + std::to_string(fill.capacity));
+        }
+        if (real > std::numeric_limits<std::int32_t>::max()) throw py::value_error("more than 2**31 - 1 real tokens");
+        const Buffer& into_offsets = held.written.emplace_back(offsets, true);
+        check_nbytes("offsets", into_offsets.nbytes(), product(rows + 1, sizeof(std::int32_t)));
+        fill.offsets = into_offsets.data();
+    }
+    if (packed) {
+        const Buffer& into_validity = held.written.emplace_back(validity, true);
+        check_nbytes("validity", into_validity.nbytes(), product(fill.capacity / shmstage::kGroup, shape.layers));
+        fill.validity = into_validity.data();
+    }
+    if (sources.size() != segments.size()) throw py::value_error("not one source per segment");
+    for (std::size_t i = 0; i < sources.size(); ++i) {
+        fill.sources.push_back(routing_source(sources[i], shape, segments[i].length, held));
+    }
+    return fill;
+}
 
 void fill_microbatch(std::uint64_t rows, std::uint64_t tokens,
-                     const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>& spans,
+                     const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>& places_of_segments,
                      const py::object& segment_ids, const py::object& segment_positions,
-                     const std::vector<SpanArguments>& fields) {
+                     const std::vector<SpanArguments>& fields, const std::optional<RoutingArguments>& routing,
+                     unsigned threads) {
     // positions and segment ids are int32
     if (tokens > std::numeric_limits<std::int32_t>::max()) throw py::value_error("more than 2**31 - 1 tokens a row");
     std::vector<shmstage::Segment> segments;
-    segments.reserve(spans.size());
-    for (const auto& [row, start, length] : spans) segments.push_back({row, start, length});
+    segments.reserve(places_of_segments.size());
+    for (const auto& [row, start, length] : places_of_segments) segments.push_back({row, start, length});
     if (const char* fault = shmstage::segments_fault(segments, rows, tokens)) throw py::value_error(fault);
 
     const std::uint64_t places = product(rows, tokens);
-    const Buffer ids(segment_ids, true);
-    const Buffer positions(segment_positions, true);
+    HeldBuffers held;
+    const Buffer& ids = held.written.emplace_back(segment_ids, true);
+    const Buffer& positions = held.written.emplace_back(segment_positions, true);
     check_nbytes("segment_ids", ids.nbytes(), product(places, sizeof(std::int32_t)));
     check_nbytes("segment_positions", positions.nbytes(), product(places, sizeof(std::int32_t)));
-
     std::vector<shmstage::SpanField> filled;
-    std::deque<Buffer> held;  // a deque never moves a Buffer
-    for (const auto& [destination, token_nbytes, pad, sources] : fields) {
-        const Buffer& into = held.emplace_back(destination, true);
-        check_nbytes("destination", into.nbytes(), product(places, token_nbytes));
-        if (sources.size() != segments.size()) throw py::value_error("not one source per segment");
-        shmstage::SpanField& field = filled.emplace_back();
-        field.destination = into.data();
-        field.token_nbytes = token_nbytes;
-        field.pad = pad;
-        for (std::size_t i = 0; i < sources.size(); ++i) {
-            const Buffer& from = held.emplace_back(sources[i], false);
-            if (token_nbytes == 0 || from.nbytes() % token_nbytes != 0) {
-                throw py::value_error("source is not a whole number of tokens");
-            }
-            const std::uint64_t source_tokens = from.nbytes() / token_nbytes;
-            if (source_tokens > segments[i].length) throw py::value_error("source longer than its segment");
-            field.sources.push_back({from.data(), source_tokens});
-        }
-    }
+    filled.reserve(fields.size());
+    for (const SpanArguments& field : fields) filled.push_back(span_field(field, places, segments, held));
+    std::optional<RoutingFill> routed;
+    if (routing) routed = routing_fill(*routing, rows, places, segments, held);
 
     const py::gil_scoped_release released;
-    shmstage::fill_segment_ids(ids.data(), segments, rows, tokens);
-    shmstage::fill_segment_positions(positions.data(), segments, rows, tokens);
-    for (const shmstage::SpanField& field : filled) shmstage::fill_spans(field, segments, rows, tokens);
+    const std::vector<shmstage::Span> padded = shmstage::padded_spans(segments, tokens);
+    const std::vector<shmstage::Span> compact = shmstage::compact_spans(segments);
+    shmstage::Work work;
+    const std::uint64_t word = sizeof(std::int32_t);
+    work.add(places, word, [&](const shmstage::Part& part) { shmstage::fill_segment_ids(ids.data(), padded, part); });
+    work.add(places, word,
+             [&](const shmstage::Part& part) { shmstage::fill_segment_positions(positions.data(), padded, part); });
+    for (const shmstage::SpanField& field : filled) {
+        work.add(places, field.token_nbytes,
+                 [&](const shmstage::Part& part) { shmstage::fill_spans(field, padded, part); });
+    }
+    if (routed && routed->encoding == "ragged_packed") {
+        work.add(routed->capacity / shmstage::kGroup, routed->shape.group_nbytes() + routed->shape.layers,
+                 [&](const shmstage::Part& part) {
+                     shmstage::fill_packed_routing({routed->ids, routed->validity}, routed->shape, routed->sources,
+                                                   compact, part);
+                 });
+    } else if (routed) {
+        const std::vector<shmstage::Span>& spans = routed->encoding == "dense" ? padded : compact;
+        work.add(routed->capacity, routed->shape.token_nbytes(), [&](const shmstage::Part& part) {
+            shmstage::fill_dense_routing(routed->ids, routed->shape, routed->sources, spans, part);
+        });
+    }
+    if (routed && routed->offsets != nullptr) shmstage::fill_offsets(routed->offsets, segments, rows);
+    work.run(threads);
+}
+
+py::bytes pack_routing(const py::object& routing, std::uint64_t layers, std::uint64_t top_k, unsigned bits) {
+    const shmstage::RoutingShape shape = packed_shape(layers, top_k, bits);
+    const Buffer dense(routing, false);
+    if (dense.nbytes() % shape.token_nbytes() != 0) throw py::value_error("routing is not a whole number of tokens");
+    const std::uint64_t tokens = dense.nbytes() / shape.token_nbytes();
+    const std::uint64_t nbytes = checked_held_nbytes(shape, tokens);
+    py::bytes out(nullptr, nbytes);  // bytes not shown to anybody may still be written
+    auto* into = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(out.ptr()));
+    const py::gil_scoped_release released;
+    shmstage::pack_routing(into, dense.data(), tokens, shape);
+    return out;
+}
+
+void unpack_routing(const py::object& destination, const py::object& packed, std::uint64_t layers, std::uint64_t top_k,
+                    unsigned bits) {
+    const shmstage::RoutingShape shape = packed_shape(layers, top_k, bits);
+    const Buffer into(destination, true);
+    const Buffer from(packed, false);
+    if (into.nbytes() % shape.token_nbytes() != 0) throw py::value_error("routing is not a whole number of tokens");
+    const std::uint64_t tokens = into.nbytes() / shape.token_nbytes();
+    check_nbytes("held routing", from.nbytes(), checked_held_nbytes(shape, tokens));
+    const py::gil_scoped_release released;
+    shmstage::unpack_routing(into.data(), from.data(), tokens, shape);
 }
 
 void bind_fill(py::module_& module) {
     module.def("fill_microbatch", &fill_microbatch, py::arg("rows"), py::arg("tokens"), py::arg("segments"),
-               py::arg("segment_ids"), py::arg("segment_positions"), py::arg("fields"),
+               py::arg("segment_ids"), py::arg("segment_positions"), py::arg("fields"), py::arg("routing") = py::none(),
+               py::arg("threads") = 0,
                "Writes every byte of the packed fields, GIL released.\n\n"
                "segments: (row, start, length) in order. fields: (destination, bytes a token, padding byte, one\n"
-               "source per segment), a source shorter than its segment is padded at the end. ValueError, before\n"
-               "anything is written, if a size or a segment does not fit.");
+               "source per segment), a source shorter than its segment is padded at the end. routing: (encoding,\n"
+               "layers, top_k, bits, ids, validity, offsets, one source per segment), encoding dense, ragged or\n"
+               "ragged_packed, the three destinations as packing/routing.py has them (None where the encoding lacks\n"
+               "one), a source dense int16 [tokens, layers, top_k] or (bytes of pack_routing, tokens). threads: 0 =\n"
+               "by cores and size. ValueError, before anything is written, if a size, a segment or the capacity does\n"
+               "not fit.");
+    module.def("pack_routing", &pack_routing, py::arg("routing"), py::arg("layers"), py::arg("top_k"), py::arg("bits"),
+               "Dense int16 [tokens, layers, top_k] as a waiting trajectory keeps it: packed groups of 8 tokens,\n"
+               "uint8 [groups, layers, top_k, bits], then their validity [groups, layers]. Ids must be below 2**bits.");
+    module.def("unpack_routing", &unpack_routing, py::arg("destination"), py::arg("held"), py::arg("layers"),
+               py::arg("top_k"), py::arg("bits"),
+               "What pack_routing made, back into int16 [tokens, layers, top_k].");
     module.def(
         "routing_fault",
         [](const py::object& routing, std::uint64_t top_k, std::int32_t experts) {

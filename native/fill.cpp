@@ -1,36 +1,28 @@
 #include "fill.h"
 
+#include <algorithm>
 #include <cstring>
+
+#include "sink.h"
 
 namespace shmstage {
 
 namespace {
 
-void pad_bytes(std::byte* begin, const std::byte* end, unsigned char pad) {
-    if (begin != end) std::memset(begin, pad, static_cast<std::size_t>(end - begin));
-}
-
-void put_int32(std::byte* destination, std::uint64_t index, std::int32_t value) {
-    std::memcpy(destination + index * sizeof value, &value, sizeof value);
-}
-
-/// Calls write(segment, begin of its span, number of it in its row), and pads what lies between the spans.
-template <typename Write>
-void walk(std::byte* destination, std::uint64_t token_nbytes, unsigned char pad,
-          const std::vector<Segment>& segments, std::uint64_t rows, std::uint64_t tokens, Write write) {
-    std::byte* written = destination;  // everything before it has its final value
-    std::uint64_t row = 0;
-    std::uint64_t number = 0;
-    for (std::size_t i = 0; i < segments.size(); ++i) {
-        const Segment& segment = segments[i];
-        number = segment.row == row ? number + 1 : 1;
-        row = segment.row;
-        std::byte* begin = destination + (row * tokens + segment.start) * token_nbytes;
-        pad_bytes(written, begin, pad);
-        write(i, begin, number);
-        written = begin + segment.length * token_nbytes;
+/// Appends `count` int32, value(i) for the i-th of them.
+template <typename Value>
+void append_int32(Sink& sink, std::uint64_t count, Value value) {
+    constexpr std::uint64_t kMost = Sink::kRoom / sizeof(std::int32_t);
+    for (std::uint64_t done = 0; done < count;) {
+        const std::uint64_t some = std::min(count - done, kMost);
+        std::byte* room = sink.room(some * sizeof(std::int32_t));
+        for (std::uint64_t i = 0; i < some; ++i) {
+            const std::int32_t number = value(done + i);
+            std::memcpy(room + i * sizeof number, &number, sizeof number);
+        }
+        sink.commit(some * sizeof(std::int32_t));
+        done += some;
     }
-    pad_bytes(written, destination + rows * tokens * token_nbytes, pad);
 }
 
 }  // namespace
@@ -51,55 +43,69 @@ const char* segments_fault(const std::vector<Segment>& segments, std::uint64_t r
     return nullptr;
 }
 
-void fill_spans(const SpanField& field, const std::vector<Segment>& segments, std::uint64_t rows,
-                std::uint64_t tokens) {
-    walk(field.destination, field.token_nbytes, field.pad, segments, rows, tokens,
-         [&](std::size_t i, std::byte* begin, std::uint64_t) {
-             const Source& source = field.sources[i];
-             const std::size_t nbytes = source.tokens * field.token_nbytes;
-             if (nbytes != 0) std::memcpy(begin, source.data, nbytes);
-             pad_bytes(begin + nbytes, begin + segments[i].length * field.token_nbytes, field.pad);
-         });
-}
-
-void fill_segment_ids(std::byte* destination, const std::vector<Segment>& segments, std::uint64_t rows,
-                      std::uint64_t tokens) {
-    walk(destination, sizeof(std::int32_t), 0, segments, rows, tokens,
-         [&](std::size_t i, std::byte* begin, std::uint64_t number) {
-             const auto id = static_cast<std::int32_t>(number);
-             for (std::uint64_t t = 0; t < segments[i].length; ++t) put_int32(begin, t, id);
-         });
-}
-
-void fill_segment_positions(std::byte* destination, const std::vector<Segment>& segments, std::uint64_t rows,
-                            std::uint64_t tokens) {
-    walk(destination, sizeof(std::int32_t), 0, segments, rows, tokens,
-         [&](std::size_t i, std::byte* begin, std::uint64_t) {
-             for (std::uint64_t t = 0; t < segments[i].length; ++t) put_int32(begin, t, static_cast<std::int32_t>(t));
-         });
-}
-
-std::int64_t routing_fault(const std::byte* routing, std::uint64_t count, std::uint64_t top_k,
-                           std::int32_t experts) {
-    // last_seen[id] = number of the choice that had it last, so that nothing is cleared between choices
-    std::vector<std::uint64_t> last_seen(static_cast<std::size_t>(experts), 0);
-    for (std::uint64_t choice = 0; choice < count; ++choice) {
-        std::uint64_t unset = 0;
-        for (std::uint64_t k = 0; k < top_k; ++k) {
-            std::int16_t id = 0;
-            std::memcpy(&id, routing + (choice * top_k + k) * sizeof id, sizeof id);
-            if (id == -1) {
-                ++unset;
-                continue;
-            }
-            if (id < 0 || id >= experts) return static_cast<std::int64_t>(choice);
-            std::uint64_t& seen = last_seen[static_cast<std::size_t>(id)];
-            if (seen == choice + 1) return static_cast<std::int64_t>(choice);
-            seen = choice + 1;
-        }
-        if (unset != 0 && unset != top_k) return static_cast<std::int64_t>(choice);
+std::vector<Span> padded_spans(const std::vector<Segment>& segments, std::uint64_t tokens) {
+    std::vector<Span> spans;
+    spans.reserve(segments.size());
+    std::uint64_t row = 0;
+    std::int32_t number = 0;
+    for (const Segment& segment : segments) {
+        number = segment.row == row ? number + 1 : 1;
+        row = segment.row;
+        spans.push_back({row * tokens + segment.start, segment.length, number});
     }
-    return -1;
+    return spans;
+}
+
+std::vector<Span> compact_spans(const std::vector<Segment>& segments) {
+    std::vector<Span> spans;
+    spans.reserve(segments.size());
+    std::uint64_t at = 0;
+    for (const Segment& segment : segments) {
+        spans.push_back({at, segment.length, 0});
+        at += segment.length;
+    }
+    return spans;
+}
+
+std::size_t span_after(const std::vector<Span>& spans, std::uint64_t position) {
+    const auto found = std::partition_point(spans.begin(), spans.end(), [&](const Span& span) {
+        return span.begin + span.length <= position;
+    });
+    return static_cast<std::size_t>(found - spans.begin());
+}
+
+void fill_spans(const SpanField& field, const std::vector<Span>& spans, const Part& part) {
+    const std::uint64_t each = field.token_nbytes;
+    Sink sink(field.destination + part.first * each, part.streaming);
+    walk(
+        spans, part, [&](std::uint64_t count) { sink.fill(field.pad, count * each); },
+        [&](std::size_t i, std::uint64_t first, std::uint64_t count) {
+            const Source& source = field.sources[i];
+            const std::uint64_t given = source.tokens > first ? std::min(count, source.tokens - first) : 0;
+            if (given != 0) sink.copy(source.data + first * each, given * each);
+            sink.fill(field.pad, (count - given) * each);
+        });
+    sink.finish();
+}
+
+void fill_segment_ids(std::byte* destination, const std::vector<Span>& spans, const Part& part) {
+    Sink sink(destination + part.first * sizeof(std::int32_t), part.streaming);
+    walk(
+        spans, part, [&](std::uint64_t count) { sink.fill(0, count * sizeof(std::int32_t)); },
+        [&](std::size_t i, std::uint64_t, std::uint64_t count) {
+            append_int32(sink, count, [&](std::uint64_t) { return spans[i].number; });
+        });
+    sink.finish();
+}
+
+void fill_segment_positions(std::byte* destination, const std::vector<Span>& spans, const Part& part) {
+    Sink sink(destination + part.first * sizeof(std::int32_t), part.streaming);
+    walk(
+        spans, part, [&](std::uint64_t count) { sink.fill(0, count * sizeof(std::int32_t)); },
+        [&](std::size_t, std::uint64_t first, std::uint64_t count) {
+            append_int32(sink, count, [&](std::uint64_t i) { return static_cast<std::int32_t>(first + i); });
+        });
+    sink.finish();
 }
 
 }  // namespace shmstage

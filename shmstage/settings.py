@@ -24,6 +24,11 @@ BOUNDARIES: tuple[Boundary, ...] = ("serial", "pipelined", "staged_after_update"
 
 WeightSync = Literal["off", "async", "sync"]
 
+RoutingEncoding = Literal["dense", "ragged", "ragged_packed"]
+ROUTING_ENCODINGS: tuple[RoutingEncoding, ...] = ("dense", "ragged", "ragged_packed")
+#: expert ids are int16, and -1 means unset
+MAX_EXPERTS = 1 << 15
+
 DEFAULT_STEPS = 12
 #: longest deadline, 30 days in seconds
 MAX_WAIT_S = 30 * 86400.0
@@ -69,6 +74,12 @@ class Settings(BaseModel):
     max_real_tokens: int = Field(0, ge=0, le=MAX_COUNT, description="most real tokens in a micro-batch; 0: no limit")
     on_overlong: Literal["error", "drop"] = Field("error", description="trajectory longer than a row")
     order: Literal["arrival", "prompt_batch"] = Field("arrival", description="order in which groups are trained")
+    routing_encoding: RoutingEncoding = Field(
+        "dense", description="how routing lies in a slot: dense, ragged (real tokens only) or ragged_packed (few bits)"
+    )
+    experts: int = Field(
+        0, ge=0, le=MAX_EXPERTS, description="experts that routing chooses from; 0: what the trajectories say"
+    )
     max_held_bytes: int = Field(0, ge=0, le=MAX_COUNT, description="most bytes of trajectories held; 0: no limit")
 
     slots: int = Field(3, ge=2, le=4096, description="places for micro-batches in the pool")

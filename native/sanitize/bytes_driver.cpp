@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "../bytes.h"
@@ -29,17 +30,29 @@ std::vector<Segment> random_segments(Dice& dice, std::uint64_t rows, std::uint64
     return segments;
 }
 
+/// All positions, in up to three parts, each through the cache or past it.
+std::vector<Part> random_parts(Dice& dice, std::uint64_t positions) {
+    std::uint64_t a = dice.below(positions + 1);
+    std::uint64_t b = dice.below(positions + 1);
+    if (a > b) std::swap(a, b);
+    return {{0, a, dice.below(2) == 0}, {a, b, dice.below(2) == 0}, {b, positions, dice.below(2) == 0}};
+}
+
 std::int32_t int32_at(const std::vector<std::byte>& bytes, std::uint64_t index) {
     std::int32_t value = 0;
     std::memcpy(&value, bytes.data() + index * sizeof value, sizeof value);
     return value;
 }
 
-void check_ids_and_positions(const std::vector<Segment>& segments, std::uint64_t rows, std::uint64_t tokens) {
+void check_ids_and_positions(Dice& dice, const std::vector<Segment>& segments, std::uint64_t rows,
+                             std::uint64_t tokens) {
     std::vector<std::byte> ids(rows * tokens * sizeof(std::int32_t));
     std::vector<std::byte> positions(ids.size());
-    fill_segment_ids(ids.data(), segments, rows, tokens);
-    fill_segment_positions(positions.data(), segments, rows, tokens);
+    const std::vector<Span> spans = padded_spans(segments, tokens);
+    for (const Part& part : random_parts(dice, rows * tokens)) {
+        fill_segment_ids(ids.data(), spans, part);
+        fill_segment_positions(positions.data(), spans, part);
+    }
     std::vector<std::int32_t> want_ids(rows * tokens, 0);
     std::vector<std::int32_t> want_positions(rows * tokens, 0);
     std::int32_t number = 0;
@@ -79,7 +92,8 @@ void check_spans(Dice& dice, const std::vector<Segment>& segments, std::uint64_t
     std::vector<std::byte> got(want.size());
 #endif
     field.destination = got.data();
-    fill_spans(field, segments, rows, tokens);
+    const std::vector<Span> spans = padded_spans(segments, tokens);
+    for (const Part& part : random_parts(dice, rows * tokens)) fill_spans(field, spans, part);
     CHECK(got == want);
 }
 
@@ -91,27 +105,6 @@ void check_refusals() {
     CHECK(segments_fault({{0, 3, most}}, 2, 4) != nullptr);
     CHECK(segments_fault({{0, most, 2}}, 2, 4) != nullptr);
     CHECK(segments_fault({{0, 0, 4}, {1, 4, 0}}, 2, 4) == nullptr);
-}
-
-void check_routing(Dice& dice) {
-    const std::uint64_t top_k = 1 + dice.below(8);
-    const std::uint64_t count = dice.below(20);
-    std::vector<std::int16_t> routing;
-    std::int64_t want = -1;
-    for (std::uint64_t choice = 0; choice < count; ++choice) {
-        const bool unset = dice.below(4) == 0;
-        const std::uint64_t first = dice.below(16 - top_k + 1);
-        for (std::uint64_t k = 0; k < top_k; ++k) {
-            routing.push_back(unset ? std::int16_t{-1} : static_cast<std::int16_t>(first + k));
-        }
-        if (dice.below(20) == 0 && want < 0) {
-            const std::int16_t bad[] = {16, -2, std::numeric_limits<std::int16_t>::min(), 0x7fff};
-            routing[routing.size() - 1 - dice.below(top_k)] = bad[dice.below(4)];
-            want = static_cast<std::int64_t>(choice);
-        }
-    }
-    const auto* bytes = reinterpret_cast<const std::byte*>(routing.data());
-    CHECK(routing_fault(bytes, count, top_k, 16) == want);
 }
 
 void check_copies() {
@@ -154,9 +147,8 @@ int main(int argc, char**) {
         const std::uint64_t tokens = 1 + dice.below(40);
         const std::vector<Segment> segments = random_segments(dice, rows, tokens);
         CHECK(segments_fault(segments, rows, tokens) == nullptr);
-        check_ids_and_positions(segments, rows, tokens);
+        check_ids_and_positions(dice, segments, rows, tokens);
         check_spans(dice, segments, rows, tokens);
-        check_routing(dice);
     }
     check_refusals();
     check_copies();

@@ -32,6 +32,7 @@ SOURCES = {
     "slots": ["slots.cpp", "bytes.cpp"],
     "cells": ["cells.cpp"],
     "bytes": ["bytes.cpp", "fill.cpp", "guarded_copy.cpp"],
+    "routing": ["fill.cpp", "parallel.cpp", "routing.cpp"],
 }
 RUN_DEADLINE_S = 120
 RELAXED = "-U__ATOMIC_{0} -D__ATOMIC_{0}=__ATOMIC_RELAXED"
@@ -51,6 +52,7 @@ class Check:
 CHECKS = (
     *(Check(driver, sanitizer) for driver in ("slots", "cells") for sanitizer in (MEMORY, THREAD)),
     Check("bytes", MEMORY),
+    *(Check("routing", sanitizer) for sanitizer in (MEMORY, THREAD)),
     Check("slots", THREAD, "race: a slot is read without a lease", "-DSEED_RACE", "data race"),
     Check("slots", THREAD, "race: a lease ends before it is read", "-DSEED_EARLY_END", "data race"),
     Check("slots", THREAD, "race: stores do not release", RELAXED.format("RELEASE"), "data race"),
@@ -59,6 +61,8 @@ CHECKS = (
     Check("cells", THREAD, "race: cells are not ordered", RELAXED.format("SEQ_CST"), "data race"),
     Check("slots", MEMORY, "overrun: a word past a slot", "-DSEED_OVERRUN", "heap-buffer-overflow"),
     Check("slots", MEMORY, "use after free: an unmapped slot", "-DSEED_USE_AFTER_FREE", "heap-use-after-free"),
+    Check("routing", THREAD, "race: threads write one another's part", "-DSEED_RACE", "data race"),
+    Check("routing", MEMORY, "overrun: packed ids a byte too short", "-DSEED_OVERRUN", "heap-buffer-overflow"),
     Check("bytes", MEMORY, "overrun: a field a byte too short", "-DSEED_OVERRUN", "heap-buffer-overflow"),
     Check("bytes", MEMORY, "use after free: segments", "-DSEED_USE_AFTER_FREE", "heap-use-after-free"),
     Check("bytes", MEMORY, "undefined: signed overflow", "-DSEED_OVERFLOW", "signed integer overflow"),
@@ -196,7 +200,7 @@ def main() -> int:
 def say(outcome: Outcome) -> None:
     mark = "ok  " if outcome.good else "BAD "
     what = outcome.fault or "as it is"
-    print(f"{mark} {outcome.driver:<6} {outcome.sanitizer:<18} {what:<40} {outcome.got:<9} {outcome.seconds:>5.1f} s",
+    print(f"{mark} {outcome.driver:<7} {outcome.sanitizer:<18} {what:<40} {outcome.got:<9} {outcome.seconds:>5.1f} s",
           file=sys.stderr)  # fmt: skip
     if not outcome.good:
         print("\n".join(outcome.text.splitlines()[:60]), file=sys.stderr)

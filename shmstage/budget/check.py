@@ -29,8 +29,8 @@ from shmstage.settings import Settings
 def check_before_start(settings: Settings) -> None:
     """Raises ``BudgetError`` for a run that needs more than there is, whatever its input turns out to be.
 
-    Exact fields of a bundle, the mandatory ones otherwise. Raises ``LimitUnreadableError``, too. A bundle that cannot
-    be read is not this check's to refuse.
+    Exact fields of a bundle, the mandatory ones otherwise. Raises ``LimitUnreadableError`` and ``SettingsError``, too.
+    A bundle that cannot be read is not this check's to refuse.
     """
     late = late_fields(settings)
     facts: dict[str, BundleFacts] = {}
@@ -39,8 +39,8 @@ def check_before_start(settings: Settings) -> None:
         with contextlib.suppress(BundleError):
             if path is not None:
                 facts[name] = bundle_facts(path)
-    fields = fields_of_bundle(facts["bundle"], late) if "bundle" in facts else MicrobatchFields(late=late)
-    evaluation = fields_of_bundle(facts["eval_bundle"]) if "eval_bundle" in facts else None
+    fields = fields_of_bundle(facts["bundle"], settings, late) if "bundle" in facts else MicrobatchFields(late=late)
+    evaluation = fields_of_bundle(facts["eval_bundle"], settings) if "eval_bundle" in facts else None
     held, evaluated = (facts[name].nbytes if name in facts else 0 for name in ("bundle", "eval_bundle"))
     inputs = inputs_of(
         settings, fields, evaluation, platform=platform_here(os.environ), held_input_nbytes=held,
@@ -56,8 +56,8 @@ def check_before_pool(
 
     ``first`` and ``evaluated``: one trajectory of each input. ``restarted``: the trainer may have its buffers already.
     """
-    fields = fields_of_trajectory(first, late_fields(settings))
-    evaluation = fields_of_trajectory(evaluated) if evaluated is not None else None
+    fields = fields_of_trajectory(first, settings, late_fields(settings))
+    evaluation = fields_of_trajectory(evaluated, settings) if evaluated is not None else None
     inputs = inputs_of(settings, fields, evaluation, platform=platform_here(os.environ))
     check_run(lower_bound(inputs, has_buffers=restarted))
 
@@ -78,8 +78,7 @@ def check_run(inputs: Inputs, bounds: Sequence[Bound] | None = None) -> None:
     if judgement.verdict != "does not fit":
         return
     binding = judgement.binding
-    # a run cannot choose its encoding
-    helps = [each.text for each in suggestions(inputs, known) if "routing_encoding" not in each.change]
+    helps = [each.text for each in suggestions(inputs, known)]
     raise BudgetError(
         f"{shape} take {in_words(found.slot_nbytes)} each, in all {in_words(binding.need_nbytes)} of "
         f"{' and '.join(binding.bound.scopes)} memory; {binding.bound.name} leaves "

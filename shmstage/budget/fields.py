@@ -17,7 +17,7 @@ from shmstage.packing.fields import (
     carried_fields,
     microbatch_layout,
 )
-from shmstage.packing.routing import Specs, routing_fields, token_nbits
+from shmstage.packing.routing import Specs, token_nbits
 
 #: segment ids and positions, which the plan adds
 _PLAN_WORDS = 2
@@ -51,23 +51,15 @@ class MicrobatchFields:
 
         Raises `LayoutError`.
         """
-        dense = self.has_routing and self.encoding == "dense"
-        optional = (self.optional - {ROUTING.source}) | ({ROUTING.source} if dense else frozenset())
+        routing = {ROUTING.source} if self.has_routing else frozenset[str]()
         layout = microbatch_layout(
-            rows, tokens, optional=optional, layers=self.layers, top_k=self.top_k, late=self.late
-        )
-        ragged = self.has_routing and not dense
-        if not ragged and not self.extra:
+            rows, tokens, optional=(self.optional - {ROUTING.source}) | routing, layers=self.layers, top_k=self.top_k,
+            late=self.late, encoding=self.encoding, experts=self.experts, max_real_tokens=capacity,
+        )  # fmt: skip
+        if not self.extra:
             return layout
         specs: Specs = {field.name: (field.dtype, field.shape) for field in layout.fields}
         specs.update(dict.fromkeys(self.extra, ("float32", (rows, tokens))))
-        if ragged:
-            specs.update(
-                routing_fields(
-                    self.encoding, rows=rows, tokens=tokens, max_real_tokens=capacity, layers=self.layers,
-                    top_k=self.top_k, experts=self.experts,
-                )
-            )  # fmt: skip
         return Layout.of(specs, late=self.late)
 
     @property

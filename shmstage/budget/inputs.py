@@ -11,6 +11,7 @@ from shmstage.budget.bundle_facts import BundleFacts
 from shmstage.budget.fields import MicrobatchFields
 from shmstage.budget.formula import Inputs
 from shmstage.packing.fields import optional_fields
+from shmstage.packing.routing import experts_for
 from shmstage.packing.trajectory import Trajectory
 from shmstage.settings import Settings
 
@@ -19,20 +20,28 @@ from shmstage.settings import Settings
 PROCESS_NBYTES = 650_000_000
 
 
-def fields_of_bundle(facts: BundleFacts, late: Sequence[str] = (), encoding: str = "dense") -> MicrobatchFields:
-    """What micro-batches of a bundle carry."""
+def fields_of_bundle(facts: BundleFacts, settings: Settings, late: Sequence[str] = ()) -> MicrobatchFields:
+    """What micro-batches of a bundle carry. Raises ``SettingsError`` as ``experts_for``."""
     return MicrobatchFields(
-        optional=facts.optional, layers=facts.layers, top_k=facts.top_k, experts=facts.experts, late=tuple(late),
-        encoding=encoding,
+        optional=facts.optional, layers=facts.layers, top_k=facts.top_k, late=tuple(late),
+        encoding=settings.routing_encoding, experts=_experts(settings, facts.layers, facts.experts, "the bundle"),
     )  # fmt: skip
 
 
-def fields_of_trajectory(first: Trajectory, late: Sequence[str] = ()) -> MicrobatchFields:
-    """What micro-batches of trajectories like this one carry."""
+def fields_of_trajectory(first: Trajectory, settings: Settings, late: Sequence[str] = ()) -> MicrobatchFields:
+    """What micro-batches of trajectories like this one carry. Raises ``SettingsError`` as ``experts_for``."""
     layers, top_k = (int(n) for n in first.routing.shape[1:]) if first.routing is not None else (0, 0)
+    who = f"trajectory {first.trajectory_id!r}"
     return MicrobatchFields(
-        optional=optional_fields(first), layers=layers, top_k=top_k, experts=first.experts, late=tuple(late)
-    )
+        optional=optional_fields(first), layers=layers, top_k=top_k, late=tuple(late),
+        encoding=settings.routing_encoding, experts=_experts(settings, layers, first.experts, who),
+    )  # fmt: skip
+
+
+def _experts(settings: Settings, layers: int, said: int, who: str) -> int:
+    if not layers:
+        return 0
+    return experts_for(settings.routing_encoding, asked=settings.experts, said=said, who=who)
 
 
 def inputs_of(

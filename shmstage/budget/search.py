@@ -9,7 +9,7 @@ from typing import Any, final
 from shmstage.budget.formula import Inputs, forecast
 from shmstage.budget.verdict import Bound, Verdict, judge
 from shmstage.errors import LayoutError
-from shmstage.packing.routing import MAX_EXPERTS
+from shmstage.settings import MAX_EXPERTS
 
 #: a run has at least so many (settings.py)
 LEAST = {"slots": 2, "rows": 1, "tokens": 2}

@@ -40,6 +40,7 @@ class EngineSettings:
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_coefficient: float = 0.0
+    routing_weight: float = 0.0
     checkpoint_dir: str | None = None
     vocabulary: int | None = None
     d_model: int | None = None
@@ -64,7 +65,7 @@ class EngineSettings:
 
     @property
     def loss(self) -> LossConfig:
-        return LossConfig(self.clip_low, self.clip_high, self.kl_coefficient)
+        return LossConfig(self.clip_low, self.clip_high, self.kl_coefficient, self.routing_weight)
 
 
 def make_engine(settings: Mapping[str, object]) -> OptaxEngine:

@@ -16,6 +16,7 @@ from shmstage.demo.model import Params, has_prediction, per_token_logps
 from shmstage.errors import SettingsError
 
 MAX_LOG_RATIO = 20.0
+ROUTING_MODULUS = 1021
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,13 @@ class LossConfig:
     """``clip_low`` and ``clip_high`` bound the probability ratio to ``[1 - clip_low, 1 + clip_high]``.
 
     ``kl_coefficient`` weighs the divergence from the reference policy; it acts only on micro-batches that carry
-    ``ref_per_token_logps``.
+    ``ref_per_token_logps``. ``routing_weight`` > 0 weighs each token by its experts (``routing_factor``).
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_coefficient: float = 0.0
+    routing_weight: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 < self.clip_low < 1.0:
@@ -37,6 +39,8 @@ class LossConfig:
             raise SettingsError(f"clip_high = {self.clip_high}: must be greater than 0")
         if not 0.0 <= self.kl_coefficient < math.inf:
             raise SettingsError(f"kl_coefficient = {self.kl_coefficient}: must not be negative")
+        if not 0.0 <= self.routing_weight < math.inf:
+            raise SettingsError(f"routing_weight = {self.routing_weight}: must not be negative")
 
 
 def loss_weights(batch: Mapping[str, jax.Array]) -> jax.Array:
@@ -65,6 +69,13 @@ def clipped_policy_gradient(
     per_token = -jnp.minimum(ratio * advantages, clipped * advantages)
     if "sampler_is_weights" in batch:
         per_token = per_token * batch["sampler_is_weights"]
+    if config.routing_weight:
+        if "routed_experts" not in batch:
+            raise SettingsError(
+                f"routing_weight = {config.routing_weight}: the micro-batches carry no routing; give it by the table "
+                "[source] (routing_layers, routing_top_k, routing_experts), or leave routing_weight out"
+            )
+        per_token = per_token * routing_factor(batch["routed_experts"], config.routing_weight)
     sums = {
         "ratio": jnp.sum(ratio * weights),
         "clipped_tokens": jnp.sum(jnp.where(clipped * advantages < ratio * advantages, weights, 0.0)),
@@ -76,6 +87,19 @@ def clipped_policy_gradient(
         per_token = per_token + config.kl_coefficient * divergence
         sums["reference_kl"] = jnp.sum(divergence * weights)
     return jnp.sum(jnp.where(weighed, per_token * weights, 0.0)), jnp.sum(weights), sums
+
+
+def routing_factor(routed_experts: jax.Array, weight: float) -> jax.Array:
+    """float32 ``[rows, tokens]`` from 1 to 1 + ``weight``: a checksum of each token's expert ids, by layer and place.
+
+    It stands for the router of a mixture of experts: an id that is lost, altered or moved alters the gradient. int16
+    ``routed_experts[rows, tokens, layers, top_k]``, -1 where unset.
+    """
+    _, _, layers, top_k = routed_experts.shape
+    place = 1 + jnp.arange(layers * top_k, dtype=jnp.int32).reshape(layers, top_k)
+    # integers: a sum of them is the same in any order
+    checksum = jnp.sum((routed_experts.astype(jnp.int32) + 1) * place, axis=(2, 3)) % ROUTING_MODULUS
+    return 1.0 + weight * checksum.astype(jnp.float32) / ROUTING_MODULUS
 
 
 def _bounded(log_ratio: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from typing import Any
 from shmstage.errors import SettingsError
 from shmstage.launch.command import CommandParser, json_on_failure
 from shmstage.launch.run_directory import completed, find_run, run_file
-from shmstage.settings import BOUNDARIES, SWITCHES, TABLES, Resolved, Settings, resolve
+from shmstage.settings import BOUNDARIES, ROUTING_ENCODINGS, SWITCHES, TABLES, Resolved, Settings, resolve
 
 CHOICES: dict[str, Sequence[str]] = {
     "boundary": BOUNDARIES,
@@ -21,6 +21,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "on_overlong": ("error", "drop"),
     "weight_sync": ("off", "async", "sync"),
     "order": ("arrival", "prompt_batch"),
+    "routing_encoding": ROUTING_ENCODINGS,
 }
 
 

@@ -24,10 +24,10 @@ from shmstage.launch.run_command import add_settings, resolve_args
 from shmstage.launch.run_directory import DEMO_SOURCE, completed
 from shmstage.operate.budget_settings import PARAM_DTYPES, add_budget_flags, name_of, take_table
 from shmstage.packing.fields import late_fields
-from shmstage.settings import Resolved
+from shmstage.settings import Resolved, Settings
 
 LOW_HEADROOM = 4
-OF_THE_BUNDLE = ("layers", "top_k", "experts", "word_fields")
+OF_THE_BUNDLE = ("layers", "top_k", "word_fields")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -90,7 +90,7 @@ def inputs_from(args: argparse.Namespace, resolved: Resolved) -> tuple[Inputs, l
     evaluation, evaluation_nbytes = None, 0
     if settings.eval_bundle is not None:
         facts = bundle_facts(settings.eval_bundle)
-        evaluation, evaluation_nbytes = fields_of_bundle(facts, encoding=fields.encoding), facts.nbytes
+        evaluation, evaluation_nbytes = fields_of_bundle(facts, settings), facts.nbytes
     inputs = inputs_of(
         settings, fields, evaluation, evaluation_nbytes=evaluation_nbytes,
         held_input_nbytes=bundle_facts(settings.bundle).nbytes if settings.bundle is not None else 0,
@@ -109,33 +109,33 @@ def inputs_from(args: argparse.Namespace, resolved: Resolved) -> tuple[Inputs, l
 
 def _fields(args: argparse.Namespace, resolved: Resolved, assumed: list[str]) -> MicrobatchFields:
     settings = resolved.settings
-    late, encoding = late_fields(settings), args.routing_encoding or "dense"
+    late = late_fields(settings)
     if settings.bundle is not None:
         for name in OF_THE_BUNDLE:
             if getattr(args, name) is not None:
                 flag = name_of(args, name)
                 raise SettingsError(f"{flag} {getattr(args, name)}: the bundle {settings.bundle} says it; drop {flag}")
-        return fields_of_bundle(bundle_facts(settings.bundle), late, encoding)
+        return fields_of_bundle(bundle_facts(settings.bundle), settings, late)
     if args.word_fields is None:
         assumed.append(
             f"word_fields = {MANDATORY_WORDS}: the mandatory fields and those the settings ask for; a bundle "
             "(--bundle) would say it exactly, --word-fields sets it"
         )
     optional, extra = words(args.word_fields if args.word_fields is not None else MANDATORY_WORDS)
-    layers, top_k, experts = _routing(args)
+    layers, top_k, experts = _routing(args, settings)
     if not layers:
         assumed.append("no routing is carried; --layers, --top-k and --experts say otherwise")
-    return MicrobatchFields(optional, layers, top_k, experts, late, extra, encoding)
+    return MicrobatchFields(optional, layers, top_k, experts, late, extra, settings.routing_encoding)
 
 
-def _routing(args: argparse.Namespace) -> tuple[int, int, int]:
+def _routing(args: argparse.Namespace, settings: Settings) -> tuple[int, int, int]:
     if args.layers is None and args.top_k is None:
         if args.experts is not None or args.routing_encoding not in (None, "dense"):
             raise SettingsError("--experts and --routing-encoding are about routing; give --layers and --top-k, too")
         return 0, 0, 0
     if args.layers is None or args.top_k is None:
         raise SettingsError("routing has layers and a top-k; give both --layers and --top-k")
-    experts = _at_least(args, "experts")
+    experts = settings.experts
     if experts and args.top_k > experts:
         raise SettingsError(f"--top-k {args.top_k} of --experts {experts}; a token cannot choose more than there are")
     return _at_least(args, "layers"), _at_least(args, "top_k"), experts
@@ -249,9 +249,9 @@ def origins(args: argparse.Namespace, resolved: Resolved, inputs: Inputs) -> dic
     found = {key: {"value": value, "origin": resolved.origins[key]} for key, value in values.items()}
     fields, bundle = inputs.fields, resolved.settings.bundle
     taken: dict[str, object] = {
-        "layers": fields.layers, "top_k": fields.top_k, "experts": fields.experts,
+        "layers": fields.layers, "top_k": fields.top_k,
         "word_fields": sum(len(field.shape) == 2 for field in fields.layout(1, 1).fields),
-        "routing_encoding": fields.encoding, "fill": str(inputs.fill), "platform": inputs.platform,
+        "fill": str(inputs.fill), "platform": inputs.platform,
         "param_bytes": inputs.param_nbytes, "optimizer_bytes": inputs.optimizer_nbytes, "hosts": inputs.hosts,
         "param_dtype": args.param_dtype or "float32", "param_leaves": inputs.param_leaves, "replay": inputs.replay,
         "device_memory": args.device_memory, "limit": args.limit,

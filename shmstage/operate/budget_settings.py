@@ -11,14 +11,13 @@ from typing import Any, get_args
 from shmstage.budget.fields import MANDATORY_WORDS
 from shmstage.budget.formula import MAX_LEAVES, Platform
 from shmstage.errors import SettingsError, named, shown
-from shmstage.packing.routing import ROUTING_ENCODINGS
 from shmstage.settings import Settings
 
 #: bytes of one number
 PARAM_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-NUMBERS = ("layers", "top_k", "experts", "word_fields", "param_leaves", "hosts")
+NUMBERS = ("layers", "top_k", "word_fields", "param_leaves", "hosts")
 SIZES = ("param_bytes", "optimizer_bytes", "device_memory")
-CHOICES = {"routing_encoding": ROUTING_ENCODINGS, "platform": get_args(Platform), "param_dtype": tuple(PARAM_DTYPES)}
+CHOICES = {"platform": get_args(Platform), "param_dtype": tuple(PARAM_DTYPES)}
 KEYS = (*NUMBERS, *SIZES, *CHOICES, "fill", "replay", "limit")
 
 
@@ -28,8 +27,6 @@ def add_budget_flags(parser: argparse.ArgumentParser) -> None:
     size = "bytes, or with a unit: 10GB, 64MiB"
     group.add_argument("--layers", type=int, metavar="N", help="layers whose routing is carried; unset: no routing")
     group.add_argument("--top-k", type=int, metavar="N", help="experts per token and layer")
-    group.add_argument("--experts", type=int, metavar="N", help="experts to choose from")
-    group.add_argument("--routing-encoding", choices=ROUTING_ENCODINGS, help="how routing lies in a slot")
     group.add_argument("--fill", metavar="PART", help="real tokens / (rows x tokens), above 0 to 1 (default 1)")
     group.add_argument(
         "--word-fields", type=int, metavar="N", help=f"4-byte fields per token (default {MANDATORY_WORDS} or as needed)"

@@ -24,6 +24,7 @@ from shmstage.orchestrator.schedule import Config
 from shmstage.orchestrator.trainer_client import TrainerClient
 from shmstage.packing.fields import late_fields, microbatch_layout, optional_fields
 from shmstage.packing.plan import PlanSettings
+from shmstage.packing.routing import experts_for
 from shmstage.packing.source import BundleSource
 from shmstage.packing.trajectory import Trajectory
 from shmstage.plugins import make
@@ -37,6 +38,9 @@ class Layouts:
 
     train: Layout
     evaluate: Layout | None
+    #: their routing's number of experts, 0 where it is not known
+    experts: int = 0
+    eval_experts: int = 0
 
     @property
     def all(self) -> list[Layout]:
@@ -56,8 +60,19 @@ class Layouts:
 def layouts_of(settings: Settings, first: Trajectory, evaluation: BundleSource | None) -> Layouts:
     """Taken from the first trajectory of each: all of an input carry the same fields."""
     evaluated = first_evaluated(evaluation)
-    evaluate = layout_of(evaluated, settings, late=()) if evaluated is not None else None
-    return Layouts(layout_of(first, settings, late=late_fields(settings)), evaluate)
+    evaluate, eval_experts = None, 0
+    if evaluated is not None:
+        evaluate, eval_experts = layout_of(evaluated, settings, late=()), experts_of(evaluated, settings)
+    train = layout_of(first, settings, late=late_fields(settings))
+    return Layouts(train, evaluate, experts_of(first, settings), eval_experts)
+
+
+def experts_of(first: Trajectory, settings: Settings) -> int:
+    """Experts that the routing of trajectories like ``first`` is encoded for; 0: not known. ``SettingsError``."""
+    if first.routing is None:
+        return 0
+    who = f"trajectory {first.trajectory_id!r}"
+    return experts_for(settings.routing_encoding, asked=settings.experts, said=first.experts, who=who)
 
 
 def layout_of(first: Trajectory, settings: Settings, *, late: tuple[str, ...]) -> Layout:
@@ -65,7 +80,8 @@ def layout_of(first: Trajectory, settings: Settings, *, late: tuple[str, ...]) -
     layers, top_k = first.routing.shape[1:] if first.routing is not None else (0, 0)
     return microbatch_layout(
         settings.rows, settings.tokens, optional=optional_fields(first), layers=int(layers), top_k=int(top_k),
-        late=late,
+        late=late, encoding=settings.routing_encoding, experts=experts_of(first, settings),
+        max_real_tokens=settings.max_real_tokens,
     )  # fmt: skip
 
 
@@ -148,7 +164,7 @@ def assemble(
     if evaluation is not None and layouts.evaluate is not None and settings.eval_every:
         evaluator = Evaluator(
             evaluation, plan_settings(settings), pool, layouts.evaluate, slot_timeout_s=settings.slot_timeout_s,
-            peers=[trainer], stop=stop_requested,
+            peers=[trainer], stop=stop_requested, experts=layouts.eval_experts,
         )  # fmt: skip
     program = Program(
         schedule_config(
@@ -168,7 +184,7 @@ def assemble(
         hooks.listen(program.deliver)
     intake = Intake(
         source, plan_settings(settings), passes=source.passes, resume=start, order=settings.order,
-        max_held_bytes=settings.max_held_bytes,
+        max_held_bytes=settings.max_held_bytes, experts=layouts.experts,
     )  # fmt: skip
     feeder = Feeder(
         intake, pool, layouts.train, microbatches_per_step=settings.microbatches_per_step, first_step=first_step,

@@ -30,6 +30,7 @@ class Evaluator:
         slot_timeout_s: float,
         peers: Sequence[PeerWatch],
         stop: Callable[[], bool] = lambda: False,
+        experts: int = 0,
     ) -> None:
         self._source = source
         self._plan = plan
@@ -38,10 +39,11 @@ class Evaluator:
         self._slot_timeout_s = slot_timeout_s
         self._peers = tuple(peers)
         self._stop = stop
+        self._experts = experts
 
     def handles(self, step: int) -> Iterator[Handle]:
         """Handles of published aux slots, one by one; the next is packed when a slot is free again."""
-        for index, planned in enumerate(Intake(self._source, self._plan, passes=1)):
+        for index, planned in enumerate(Intake(self._source, self._plan, passes=1, experts=self._experts)):
             trajectories = {number: arrival.trajectory for number, arrival in planned.arrivals.items()}
             try:
                 slot = self._pool.acquire(

@@ -13,6 +13,7 @@ from shmstage.orchestrator.held import HeldBytes
 from shmstage.orchestrator.queue import Cursor
 from shmstage.orchestrator.reader import SourceReader, read_passes
 from shmstage.orchestrator.resume import Place, ResumeState, ranges_between
+from shmstage.packing.expert_check import check_experts
 from shmstage.packing.plan import PlannedMicrobatch, Planner, PlanSettings
 from shmstage.packing.source import Source
 from shmstage.packing.trajectory import Group, Trajectory
@@ -60,6 +61,7 @@ class Intake:
 
     The plan depends on the order of the input alone. ``resume`` is a ``Planned.state_after`` of an earlier intake over
     the same source with the same settings: this one goes on behind that micro-batch, with the same arrival numbers.
+    ``experts``: no id of routing may be as large; 0: not known.
     Reads the source as it goes, or ahead of it after ``read_ahead``; what is handed out is the same.
     """
 
@@ -72,6 +74,7 @@ class Intake:
         resume: ResumeState | None = None,
         order: Order = "arrival",
         max_held_bytes: int = 0,
+        experts: int = 0,
     ) -> None:
         state = resume or ResumeState.start()
         self.planner = Planner(settings)
@@ -79,6 +82,7 @@ class Intake:
         self._source = source
         self._passes = passes
         self._order: Order = order
+        self._experts = experts
         self._begun_at = state
         self._done_begins = [begin for begin, _ in state.done]
         self._arrival = state.first_arrival
@@ -139,6 +143,7 @@ class Intake:
         self._opened.append(self._next)
         kept = 0
         for trajectory in group.trajectories:
+            check_experts(trajectory, self._experts)
             number, self._arrival = self._arrival, self._arrival + 1
             # what is done is neither planned nor counted again
             if not self._is_done(number) and self.planner.add(number, trajectory.length, trajectory.trajectory_id):

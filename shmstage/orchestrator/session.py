@@ -22,6 +22,7 @@ from shmstage.orchestrator.resume import ResumeState, state_from_metadata
 from shmstage.orchestrator.step_lines import last_step, read_step_lines, roll_back
 from shmstage.orchestrator.summary import summarise
 from shmstage.packing.plan import PlanSettings
+from shmstage.packing.routing import is_encoded
 from shmstage.packing.source import BundleSource
 from shmstage.packing.trajectory import Trajectory
 from shmstage.settings import Settings
@@ -101,7 +102,7 @@ def _attempt(
     try:
         restored, metadata = client.restore_checkpoint(at_most=last_step(path))
         first_step = (restored or 0) + 1
-        check_engine_can(settings, client.info()["optional"])
+        check_engine_can(settings, client.info()["optional"], layouts)
         plan = plan_facts(settings, source.first)
         if restored:
             _check_same_plan(metadata.get("plan", {}), plan)
@@ -137,6 +138,9 @@ def _attempt(
     if planner.dropped or planner.skipped_empty:
         text = f"not trained: {planner.dropped} over-long and {planner.skipped_empty} empty trajectories"
         summary["warnings"].append(text)
+    if settings.routing_encoding != "dense" and source.first.routing is None:
+        text = f"routing_encoding = {settings.routing_encoding} has no effect: the input carries no routing"
+        summary["warnings"].append(text)
     return {
         **summary,
         "run": settings.run,
@@ -153,8 +157,14 @@ def _attempt(
     }
 
 
-def check_engine_can(settings: Settings, optional: Sequence[str]) -> None:
-    """Raises ``PluginError`` for a setting that needs a method the engine does not have: not at its first use."""
+def check_engine_can(settings: Settings, optional: Sequence[str], layouts: Layouts) -> None:
+    """Raises ``PluginError`` for a setting that needs what the engine does not have: not at its first use."""
+    encoded = any(is_encoded(field.name for field in layout.fields) for layout in layouts.all)
+    if encoded and "decodes_routing" not in optional:
+        raise PluginError(
+            f"routing_encoding = {settings.routing_encoding}: engine {settings.engine} does not decode routing; let it "
+            "(shmstage.trainer.decode.with_dense_routing, decodes_routing = True) or use dense"
+        )
     scoring = [name for name in ("recompute_old_logps", "reference_logps") if getattr(settings, name)]
     needs = {"per_token_logps": scoring, "eval_step": ["eval_every"] if settings.eval_every else []}
     for method, wanted_by in needs.items():

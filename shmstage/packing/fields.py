@@ -13,6 +13,8 @@
 | `old_values`   | `[n]`, optional         | `old_values`           | float32                          | 0       |
 | `routing`      | `[n or n-1, l, k]`, opt.| `routed_experts`       | int16, `[rows, tokens, l, k]`    | -1      |
 
+In a slot `routed_experts` may lie encoded (`packing/routing.py`); what trains sees it as above.
+
 Packed arrays stand at the token they belong to; nothing is shifted. `completion_ids` holds prompt and completion.
 """
 
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING, final
 
 from shmstage.errors import LayoutError
 from shmstage.memory.layout import Layout
+from shmstage.packing.routing import Specs, routing_fields
 
 if TYPE_CHECKING:
     from shmstage.packing.trajectory import Trajectory
@@ -92,11 +95,14 @@ def microbatch_layout(
     layers: int = 0,
     top_k: int = 0,
     late: Sequence[str] = (),
+    encoding: str = "dense",
+    experts: int = 0,
+    max_real_tokens: int = 0,
 ) -> Layout:
     """The layout of a micro-batch `[rows, tokens]`. `late` names the packed fields written after publication.
 
-    `optional` holds `Trajectory`'s names of the optional fields; with `"routing"`, `layers` and `top_k` give
-    `routed_experts` its shape `[rows, tokens, layers, top_k]`. Raises `LayoutError`.
+    `optional` holds `Trajectory`'s names of the optional fields; with `"routing"`, `layers`, `top_k`, `encoding` and
+    what that needs of `experts` and `max_real_tokens` give the fields of `packing.routing`. Raises `LayoutError`.
     """
     unknown = optional - OPTIONAL_FIELDS
     if unknown:
@@ -105,10 +111,16 @@ def microbatch_layout(
         raise LayoutError(f"a micro-batch of {rows} rows x {tokens} tokens; give at least 1 x 1")
     if ROUTING.source in optional and (layers < 1 or top_k < 1):
         raise LayoutError(f"routing of {layers} layers x top-{top_k}; give layers and top_k of at least 1")
-    specs: dict[str, tuple[str, tuple[int, ...]]] = {}
+    specs: Specs = {}
     for field in carried_fields(optional):
-        tail = (layers, top_k) if field is ROUTING else ()
-        specs[field.packed] = (field.dtype, (rows, tokens, *tail))
+        if field is ROUTING:
+            routing = routing_fields(
+                encoding, rows=rows, tokens=tokens, max_real_tokens=max_real_tokens, layers=layers, top_k=top_k,
+                experts=experts,
+            )  # fmt: skip
+            specs.update(routing)
+            continue
+        specs[field.packed] = (field.dtype, (rows, tokens))
         if field.source == "tokens":
             specs[SEGMENT_IDS] = ("int32", (rows, tokens))
             specs[SEGMENT_POSITIONS] = ("int32", (rows, tokens))

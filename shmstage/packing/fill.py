@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, final
 
 import numpy as np
@@ -22,6 +23,7 @@ from shmstage.packing.fields import (
     optional_fields,
 )
 from shmstage.packing.plan import PlannedMicrobatch
+from shmstage.packing.routing import DENSE, GROUP, NAMES, OFFSETS, PACKED, RAGGED, VALIDITY, encoding_of, id_bits
 from shmstage.packing.trajectory import Trajectory, check_same_fields
 
 
@@ -62,6 +64,10 @@ def fill_microbatch(
     if rows != len(plan.rows):
         raise LayoutError(f"{SEGMENT_IDS} has {rows} rows, the plan {len(plan.rows)}")
     fields = _fields_of(first, views)
+    encoded = None
+    if ROUTING in fields and DENSE not in views:
+        encoded = _encoded_routing(first, plan, packed, views)
+        fields = tuple(field for field in fields if field is not ROUTING)
     for field in fields:
         tail: tuple[int, ...] = ()
         if field is ROUTING:
@@ -70,9 +76,7 @@ def fill_microbatch(
         _check_view(field.packed, views[field.packed], field.dtype, (rows, tokens, *tail))
     for name in (SEGMENT_IDS, SEGMENT_POSITIONS):
         _check_view(name, views[name], "int32", (rows, tokens))
-    spans = [
-        (index, segment.start, segment.length) for index, row in enumerate(plan.rows) for segment in row.segments
-    ]
+    spans = [(index, segment.start, segment.length) for index, row in enumerate(plan.rows) for segment in row.segments]
     try:
         _native.fill_microbatch(
             rows,
@@ -85,10 +89,11 @@ def fill_microbatch(
                     views[field.packed],
                     views[field.packed].itemsize * int(np.prod(views[field.packed].shape[2:])),
                     field.pad_byte,
-                    [getattr(trajectory, field.source) for trajectory in packed],
+                    list(map(attrgetter(field.source), packed)),
                 )
                 for field in fields
             ],
+            encoded,
         )
     except (ValueError, TypeError) as error:
         raise LayoutError(f"the plan does not fit into {rows} rows of {tokens} tokens: {error}") from None
@@ -128,16 +133,58 @@ def _planned(trajectories: Mapping[int, Trajectory], arrival: int, length: int) 
 
 def _fields_of(first: Trajectory | None, views: Mapping[str, npt.NDArray[Any]]) -> tuple[TokenField, ...]:
     """The fields to fill. Without a trajectory (padding rows only) the views decide."""
+    encoding = encoding_of(views)
     if first is not None:
         fields = carried_fields(optional_fields(first))
     else:
-        fields = tuple(field for field in TOKEN_FIELDS if not field.optional or field.packed in views)
+        present = {*views, *((ROUTING.packed,) if encoding else ())}
+        fields = tuple(field for field in TOKEN_FIELDS if not field.optional or field.packed in present)
     want = {field.packed for field in fields} | {SEGMENT_IDS, SEGMENT_POSITIONS}
+    if ROUTING in fields:
+        want = (want - {ROUTING.packed}) | set(NAMES[encoding or "dense"])
     if views.keys() != want:
         missing, extra = sorted(want - views.keys()), sorted(views.keys() - want)
         who = "padding" if first is None else f"trajectory {first.trajectory_id!r} and its neighbours"
         raise LayoutError(f"the views lack {missing} and have {extra}, which {who} cannot fill")
     return fields
+
+
+#: encoding, layers, top_k, bits, ids, validity, offsets, sources: as the native call takes them
+_Encoded = tuple[str, int, int, int, Any, Any, Any, list[Any]]
+
+
+def _encoded_routing(
+    first: Trajectory | None,
+    plan: PlannedMicrobatch,
+    packed: list[Trajectory],
+    views: Mapping[str, npt.NDArray[Any]],
+) -> _Encoded:
+    """Routing for the native call; bits 0: ids are not packed.
+
+    Ids are taken to fit `bits`: they were checked against the number of experts when they came in.
+    """
+    ids, offsets = views[PACKED if PACKED in views else RAGGED], views[OFFSETS]
+    is_packed = PACKED in views
+    if ids.ndim != (4 if is_packed else 3):
+        raise LayoutError(f"view {PACKED if is_packed else RAGGED} has shape {list(ids.shape)}")
+    layers, top_k = ids.shape[1:3] if first is None or first.routing is None else first.routing.shape[1:]
+    bits = ids.shape[3] if is_packed else 0
+    if is_packed:
+        if first is not None and first.experts and id_bits(first.experts) > bits:
+            raise LayoutError(
+                f"ids of {first.experts} experts take {id_bits(first.experts)} bits, the view {PACKED} has {bits}"
+            )
+        _check_view(PACKED, ids, "uint8", (len(ids), layers, top_k, bits))
+        _check_view(VALIDITY, views[VALIDITY], "uint8", (len(ids), layers))
+    else:
+        _check_view(RAGGED, ids, "int16", (len(ids), layers, top_k))
+    _check_view(OFFSETS, offsets, "int32", (len(plan.rows) + 1,))
+    capacity = len(ids) * (GROUP if is_packed else 1)
+    if plan.real_tokens > capacity:
+        raise LayoutError(f"{plan.real_tokens} real tokens; the slot has room for the routing of {capacity}")
+    sources = [trajectory.routing for trajectory in packed]
+    encoding = "ragged_packed" if is_packed else "ragged"
+    return encoding, int(layers), int(top_k), bits, ids, views.get(VALIDITY), offsets, sources
 
 
 def _check_view(name: str, view: npt.NDArray[Any], dtype: str, shape: tuple[int, ...]) -> None:

@@ -3,31 +3,39 @@
 | encoding        | fields                                                                                           |
 |-----------------|--------------------------------------------------------------------------------------------------|
 | `dense`         | `routed_experts` int16 `[rows, tokens, layers, top_k]`, -1 = unset                               |
-| `ragged`        | `routed_experts_ragged` int16 `[capacity, layers, top_k]`, real tokens only, row after row       |
-| `ragged_packed` | `routed_experts_packed` uint8: ids in `id_bits(experts)` bits, one after another                 |
-|                 | `routed_experts_validity` uint8: one bit per token and layer, 0 = unset                          |
-| both ragged     | `routed_experts_offsets` int32 `[rows + 1]`: where each row's real tokens begin, then their count |
+| `ragged`        | `routed_experts_ragged` int16 `[capacity, layers, top_k]`, -1 = unset                            |
+| `ragged_packed` | `routed_experts_packed` uint8 `[capacity / 8, layers, top_k, bits]`, 0 where unset               |
+|                 | `routed_experts_validity` uint8 `[capacity / 8, layers]`: bit j = token j of the group is set    |
+| both ragged     | `routed_experts_offsets` int32 `[rows + 1]`: row r has tokens `offsets[r]` to `offsets[r + 1]`   |
 
-`capacity` is the most real tokens a micro-batch may hold: `max_real_tokens`, or rows x tokens without that limit.
+The ragged ones hold a micro-batch's real tokens only, row by row, each row by position; past the last of them -1, or 0
+where ids are packed. A *group* is 8 consecutive tokens: the 8 ids of one (layer, k) lie in `bits` = `id_bits(experts)`
+bytes as one little-endian integer, token j's in bits `j * bits` to `(j + 1) * bits - 1`. `capacity` is the most real
+tokens a micro-batch may hold: `max_real_tokens`, or rows x tokens without that limit, in whole groups. All that is
+static lies in the shapes.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Iterable
 
-from shmstage.errors import LayoutError
-
-RoutingEncoding = Literal["dense", "ragged", "ragged_packed"]
-ROUTING_ENCODINGS: tuple[RoutingEncoding, ...] = get_args(RoutingEncoding)
+from shmstage.errors import LayoutError, SettingsError
+from shmstage.settings import MAX_EXPERTS, ROUTING_ENCODINGS
 
 DENSE = "routed_experts"
 RAGGED = "routed_experts_ragged"
 PACKED = "routed_experts_packed"
 VALIDITY = "routed_experts_validity"
 OFFSETS = "routed_experts_offsets"
+#: encoding → its fields, in slot order
+NAMES: dict[str, tuple[str, ...]] = {
+    "dense": (DENSE,),
+    "ragged": (RAGGED, OFFSETS),
+    "ragged_packed": (PACKED, VALIDITY, OFFSETS),
+}
+#: tokens whose ids are packed together: 8 ids of b bits are b whole bytes
+GROUP = 8
 
-#: expert ids are int16, and -1 means unset
-MAX_EXPERTS = 1 << 15
 _MAX_INT32 = (1 << 31) - 1
 
 Specs = dict[str, tuple[str, tuple[int, ...]]]
@@ -41,8 +49,38 @@ def id_bits(experts: int) -> int:
 
 
 def routing_capacity(rows: int, tokens: int, max_real_tokens: int = 0) -> int:
-    """The most real tokens a micro-batch `[rows, tokens]` may hold; `max_real_tokens` 0: no further limit."""
-    return min(max_real_tokens, rows * tokens) if max_real_tokens else rows * tokens
+    """Room for the most real tokens a micro-batch `[rows, tokens]` may hold, in whole groups.
+
+    `max_real_tokens` 0: no further limit.
+    """
+    most = min(max_real_tokens, rows * tokens) if max_real_tokens else rows * tokens
+    return -(-most // GROUP) * GROUP
+
+
+def encoding_of(names: Iterable[str]) -> str | None:
+    """The encoding that fields of these names are of; `None` where there is no routing among them."""
+    present = frozenset(names)
+    return next((encoding for encoding, fields in NAMES.items() if fields[0] in present), None)
+
+
+def is_encoded(names: Iterable[str]) -> bool:
+    """Whether fields of these names hold routing in another form than dense."""
+    return encoding_of(names) not in (None, "dense")
+
+
+def experts_for(encoding: str, *, asked: int, said: int, who: str) -> int:
+    """The number of experts to encode for: `asked` for by the settings, else as `who` (the input) said; 0: unknown.
+
+    Raises `SettingsError` where it is needed and nobody knows it, and where the input has more than the settings.
+    """
+    if asked and said > asked:
+        raise SettingsError(f"experts = {asked}: {who} chooses from {said}; set experts = {said} or leave it out")
+    if encoding == "ragged_packed" and not (asked or said):
+        raise SettingsError(
+            f"routing_encoding = {encoding} needs the number of experts, which {who} does not say; set experts (at "
+            f'most {MAX_EXPERTS}), or use routing_encoding = "ragged"'
+        )
+    return asked or said
 
 
 def routing_fields(
@@ -78,8 +116,8 @@ def routing_fields(
     if encoding == "ragged":
         return {RAGGED: ("int16", (capacity, layers, top_k)), **offsets}
     return {
-        PACKED: ("uint8", (_whole_bytes(capacity * layers * top_k * id_bits(experts)),)),
-        VALIDITY: ("uint8", (_whole_bytes(capacity * layers),)),
+        PACKED: ("uint8", (capacity // GROUP, layers, top_k, id_bits(experts))),
+        VALIDITY: ("uint8", (capacity // GROUP, layers)),
         **offsets,
     }
 
@@ -89,7 +127,3 @@ def token_nbits(encoding: str, *, layers: int, top_k: int, experts: int = 0) -> 
     if encoding == "ragged_packed":
         return layers * (top_k * id_bits(experts) + 1)
     return layers * top_k * 16
-
-
-def _whole_bytes(bits: int) -> int:
-    return -(-bits // 8)

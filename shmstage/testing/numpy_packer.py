@@ -1,4 +1,4 @@
-"""The packed arrays of a plan, made the obvious way: what the native fill is compared with, bit for bit."""
+"""The packed arrays of a plan, made the obvious way: what native fill and decoder are compared with, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from shmstage.packing.fields import ROUTING, SEGMENT_IDS, SEGMENT_POSITIONS, carried_fields, optional_fields
 from shmstage.packing.plan import PlannedMicrobatch
+from shmstage.packing.routing import DENSE, GROUP, OFFSETS, PACKED, RAGGED, VALIDITY, id_bits, routing_capacity
 from shmstage.packing.trajectory import Trajectory
 
 
@@ -43,3 +44,35 @@ def pack_with_numpy(
                 values = getattr(trajectory, field.source)
                 arrays[field.packed][row, segment.start : segment.start + len(values)] = values
     return arrays
+
+
+def encode_routing(
+    arrays: Mapping[str, npt.NDArray[Any]], encoding: str, *, experts: int = 0, max_real_tokens: int = 0
+) -> dict[str, npt.NDArray[Any]]:
+    """The arrays with `routed_experts` in another encoding, its fields in its place."""
+    dense, real = arrays[DENSE], arrays[SEGMENT_IDS] > 0
+    rows, tokens, layers, top_k = dense.shape
+    capacity = routing_capacity(rows, tokens, max_real_tokens)
+    ragged = np.full((capacity, layers, top_k), -1, np.int16)
+    ragged[: real.sum()] = dense[real]
+    offsets = np.concatenate([[0], np.cumsum(real.sum(axis=1))]).astype(np.int32)
+    encoded: dict[str, npt.NDArray[Any]]
+    if encoding == "ragged":
+        encoded = {RAGGED: ragged, OFFSETS: offsets}
+    else:
+        valid = ragged[:, :, 0] >= 0
+        validity = np.packbits(valid.reshape(-1, GROUP, layers), axis=1, bitorder="little")[:, 0]
+        encoded = {PACKED: _pack_ids(ragged, id_bits(experts)), VALIDITY: validity, OFFSETS: offsets}
+    found: dict[str, npt.NDArray[Any]] = {}
+    for name, array in arrays.items():
+        found.update(encoded if name == DENSE else {name: array})
+    return found
+
+
+def _pack_ids(ragged: npt.NDArray[np.int16], bits: int) -> npt.NDArray[np.uint8]:
+    """`[capacity, layers, top_k]` → `[capacity / 8, layers, top_k, bits]`: 8 ids of `bits` bits, little-endian."""
+    capacity, layers, top_k = ragged.shape
+    grouped = np.where(ragged < 0, 0, ragged).reshape(-1, GROUP, layers, top_k).transpose(0, 2, 3, 1)
+    # [groups, layers, top_k, token of the group, bit] is one string of 8 * bits bits
+    each = (grouped[..., None] >> np.arange(bits)) & 1
+    return np.packbits(each.astype(np.uint8).reshape(capacity // GROUP, layers, top_k, -1), axis=-1, bitorder="little")

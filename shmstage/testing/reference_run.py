@@ -46,6 +46,8 @@ def steps_of(settings: Settings, layout: Layout) -> Iterator[tuple[int, list[Map
 
 
 def run(settings: Settings) -> dict[str, Any]:
+    # as the loss sees it, whatever form it takes in a slot
+    settings = settings.model_copy(update={"routing_encoding": "dense"})
     engine = load_engine(settings.engine, settings.engine_settings, checkpoint_dir=None)
     layout = layout_of(load_input(settings).first, settings, late=late_fields(settings))
     shardings = engine.shardings(layout)

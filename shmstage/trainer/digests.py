@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import jax
 import numpy as np
 import xxhash
 
 from shmstage.memory.layout import dtype_name
-from shmstage.trainer.engine import TrainEngine
+from shmstage.packing.routing import is_encoded
+from shmstage.trainer.decode import dense_routing, in_place_of_encoded
+from shmstage.trainer.engine import Batch, TrainEngine
 from shmstage.trainer.host_copy import HostArray, as_bytes, host_copy
+
+_dense_routing = jax.jit(dense_routing)
+
+
+def decoded_digest(batch: Batch) -> str:
+    """``payload_digest`` of a micro-batch with its routing as the loss sees it: the same for every encoding."""
+    if is_encoded(batch):
+        batch = in_place_of_encoded(batch, _dense_routing(batch))
+    return payload_digest({name: np.asarray(array) for name, array in batch.items()})
 
 
 def payload_digest(arrays: Mapping[str, HostArray]) -> str:

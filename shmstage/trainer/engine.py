@@ -102,6 +102,8 @@ class OptionalMethods(Protocol):
 
     #: False: the forward pass changes state, so every snapshot is waited for before the command returns
     snapshots: bool
+    #: True: it decodes routing (``trainer/decode.py``); without it ``routing_encoding`` other than dense is refused
+    decodes_routing: bool
 
     def compile(self, example: Mapping[str, jax.ShapeDtypeStruct], uses: Collection[str] = (TRAIN,)) -> None:
         """Compile the programs for micro-batches of these shapes, dtypes and shardings. May wait.

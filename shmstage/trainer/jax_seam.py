@@ -29,3 +29,15 @@ def is_cpu(sharding: jax.sharding.Sharding) -> bool:
     """True if any of its devices is the host's own."""
     devices: Any = sharding.device_set
     return any(device.platform == "cpu" for device in devices)
+
+
+def barrier(array: jax.Array) -> jax.Array:
+    """The same array; what computes it and what reads it are compiled apart."""
+    apart: jax.Array = jax.lax.optimization_barrier(array)  # type: ignore[no-untyped-call]
+    return apart
+
+
+def constrained(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The same array, lying as ``sharding`` says; inside a program."""
+    placed: jax.Array = jax.lax.with_sharding_constraint(array, sharding)  # type: ignore[no-untyped-call]
+    return placed

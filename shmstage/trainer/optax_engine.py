@@ -23,7 +23,9 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shmstage.errors import CheckpointError, EngineError
 from shmstage.memory.layout import Layout
+from shmstage.packing.routing import DENSE, NAMES
 from shmstage.trainer.checkpoints import CheckpointStore, OrbaxStore
+from shmstage.trainer.decode import decoding
 from shmstage.trainer.engine import EVALUATE, SCORE, TRAIN, Batch
 from shmstage.trainer.host_copy import host_copy
 from shmstage.trainer.jax_seam import partition_spec, wait_ready
@@ -31,6 +33,7 @@ from shmstage.trainer.optax_programs import LossFn, PyTree, metric_names, progra
 from shmstage.trainer.replays import Replays
 
 LogpsFn = Callable[[PyTree, Batch], jax.Array]
+_ENCODED = frozenset(name for encoding, names in NAMES.items() if encoding != "dense" for name in names)
 
 
 @final
@@ -54,6 +57,7 @@ class OptaxEngine:
     """
 
     snapshots = True
+    decodes_routing = True
 
     def __init__(
         self,
@@ -70,7 +74,9 @@ class OptaxEngine:
     ) -> None:
         self._mesh = mesh
         self._batch_spec = batch_spec
-        self._loss_fn = loss_fn
+        loss_fn = self._loss_fn = self._decoding(loss_fn)
+        if replay_loss_fn is not None:
+            replay_loss_fn = self._decoding(replay_loss_fn)
         self._replay_loss_fn = replay_loss_fn
         self._replays = Replays() if replay_loss_fn is not None else None
         self._store = store
@@ -85,7 +91,7 @@ class OptaxEngine:
         self._metrics: dict[str, jax.Array] = {}
         self._optimizer = optimizer
         self._compiled_for_mesh = False
-        self._logps = jax.jit(logps_fn) if logps_fn is not None else None
+        self._logps = jax.jit(self._decoding(logps_fn)) if logps_fn is not None else None
         wait_ready((self._params, self._opt_state, self._reference))
 
     # --- placement ------------------------------------------------------------------------------------------
@@ -98,7 +104,13 @@ class OptaxEngine:
         mesh = self._mesh
         return {f.name: NamedSharding(mesh, self._spec(f.name, len(f.shape))) for f in layout.fields}
 
+    def _decoding(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        at = NamedSharding(self._mesh, self._spec(DENSE, 4)) if self._mesh is not None else None
+        return decoding(function, at)
+
     def _spec(self, name: str, rank: int) -> PartitionSpec:
+        if name in _ENCODED:  # their first axis is no row: any device may need any token
+            return partition_spec()
         spec = self._batch_spec.get(name) if isinstance(self._batch_spec, Mapping) else self._batch_spec
         return partition_spec(*tuple(spec or ())[:rank])
 

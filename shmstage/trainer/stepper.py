@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import jax
-import numpy as np
 
 from shmstage.errors import EngineError, GateClosedError
 from shmstage.memory.handle import Handle
@@ -19,7 +18,7 @@ from shmstage.memory.reader import Lease
 from shmstage.trainer.attachment import Attachment
 from shmstage.trainer.completions import Completions
 from shmstage.trainer.device_buffers import DeviceBuffers, StagedBatch
-from shmstage.trainer.digests import payload_digest
+from shmstage.trainer.digests import decoded_digest
 from shmstage.trainer.engine import TrainEngine
 from shmstage.trainer.gate import Gate
 from shmstage.trainer.snapshots import Snapshots
@@ -186,7 +185,7 @@ class Stepper:
         return batch, (self._clock_ns() - begin_ns) / 1e9
 
     def _train(self, handle: Handle, batch: StagedBatch, upload_s: float, defer_update: bool) -> dict[str, Any]:
-        digest = self._payload_digest(batch) if self._hash_payload else ""
+        digest = decoded_digest(batch.arrays) if self._hash_payload else ""
         deferred = handle.is_final and defer_update
         on_over = self._buffers.resolver(batch.buffer)
         begin_ns = self._clock_ns()
@@ -258,6 +257,3 @@ class Stepper:
             microbatch = open_ones[number]
             on_over = self._buffers.resolver(microbatch.buffer)
             self._completions.dispatched("replay", microbatch.name, token, begin_ns, self._clock_ns(), on_over)
-
-    def _payload_digest(self, batch: StagedBatch) -> str:
-        return payload_digest({name: np.asarray(array) for name, array in batch.arrays.items()})

@@ -35,7 +35,7 @@ from shmstage.trainer.weights import WeightsPool
 from shmstage.wire.messages import Hello, TicketEvent, TokenEvent
 
 #: methods of ``OptionalMethods`` that settings depend on; ``info`` says which the engine has
-OPTIONAL = ("eval_step", "per_token_logps", "settle")
+OPTIONAL = ("decodes_routing", "eval_step", "per_token_logps", "settle")
 
 Result = dict[str, Any]
 T = TypeVar("T")
@@ -310,7 +310,7 @@ class Worker:
             "devices": [str(device) for device in devices],
             "engine": type(self._engine).__name__,
             "snapshots": not self._waits_for_snapshots,
-            "optional": [name for name in OPTIONAL if getattr(self._engine, name, None) is not None],
+            "optional": [name for name in OPTIONAL if getattr(self._engine, name, None)],
             "gate": state.phase,
             "deferred": state.deferred_step,
             "staged": state.staged,

@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "packing"))
 from trajectory_making import make_trajectory
 
 from shmstage.budget.bundle_facts import BundleFacts, bundle_facts
-from shmstage.budget.formula import Inputs, forecast
-from shmstage.budget.inputs import fields_of_bundle, fields_of_trajectory
+from shmstage.budget.formula import forecast
+from shmstage.budget.inputs import fields_of_bundle, fields_of_trajectory, inputs_of
 from shmstage.errors import BundleError
 from shmstage.orchestrator.assembly import layout_of
 from shmstage.packing.bundle import read_bundle, write_bundle
-from shmstage.settings import Settings
+from shmstage.settings import ROUTING_ENCODINGS, Settings
 
 
 def make_bundle(path: Path, optional: frozenset[str] = frozenset({"routing", "returns"})) -> Path:
@@ -34,11 +34,12 @@ def test_a_bundle_says_exactly_what_its_micro_batches_are(tmp_path: Path) -> Non
     nbytes = sum(file.stat().st_size for file in path.glob("shard-*"))
     assert facts == BundleFacts(frozenset({"routing", "returns"}), 5, 3, 16, tokens=28, longest=12, nbytes=nbytes)
     first = read_bundle(path).trajectories[0]
-    settings = Settings(rows=3, tokens=64)
-    for late in ((), ("ref_per_token_logps",)):
-        want = layout_of(first, settings, late=late)
-        for fields in (fields_of_bundle(facts, late), fields_of_trajectory(first, late)):
-            assert forecast(Inputs(rows=3, tokens=64, fields=fields)).layout == want
+    for encoding in ROUTING_ENCODINGS:
+        settings = Settings(rows=3, tokens=64, routing_encoding=encoding, max_real_tokens=100)
+        for late in ((), ("ref_per_token_logps",)):
+            want = layout_of(first, settings, late=late)
+            for fields in (fields_of_bundle(facts, settings, late), fields_of_trajectory(first, settings, late)):
+                assert forecast(inputs_of(settings, fields)).layout == want
 
 
 def test_a_bundle_without_routing_has_none(tmp_path: Path) -> None:

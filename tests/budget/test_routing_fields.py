@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from shmstage.errors import LayoutError
+from shmstage.errors import LayoutError, SettingsError
 from shmstage.memory.layout import Layout
 from shmstage.packing.fields import microbatch_layout
-from shmstage.packing.routing import ROUTING_ENCODINGS, id_bits, routing_fields, token_nbits
+from shmstage.packing.routing import experts_for, id_bits, routing_fields, token_nbits
+from shmstage.settings import ROUTING_ENCODINGS
 
 GOLDEN: dict[str, Any] = {"rows": 64, "tokens": 65536, "layers": 60, "top_k": 10, "experts": 512}
 
@@ -55,9 +56,33 @@ def test_an_id_takes_as_many_bits_as_the_largest_one_needs(experts: int, bits: i
     assert (experts - 1) >> bits == 0
 
 
-def test_bits_that_fill_no_byte_take_one_more() -> None:
-    packed = nbytes("ragged_packed", rows=1, tokens=3, layers=1, top_k=1, experts=5)
-    assert (packed["routed_experts_packed"], packed["routed_experts_validity"]) == (2, 1)  # 9 bits and 3 bits
+def test_a_group_of_eight_tokens_is_never_cut() -> None:
+    fields = routing_fields("ragged_packed", rows=1, tokens=11, layers=4, top_k=2, experts=5)
+    assert fields["routed_experts_packed"] == ("uint8", (2, 4, 2, 3))
+    assert fields["routed_experts_validity"] == ("uint8", (2, 4))
+    assert routing_fields("ragged", rows=1, tokens=11, layers=4, top_k=2)["routed_experts_ragged"][1] == (16, 4, 2)
+
+
+def test_at_one_quarter_fill_packed_is_less_than_a_sixth_of_dense() -> None:
+    """With 4-byte fields and all: what is written to a slot and uploaded from it."""
+    sizes = {
+        encoding: microbatch_layout(
+            64, 65536, optional=frozenset({"routing"}), layers=60, top_k=10, encoding=encoding, experts=512,
+            max_real_tokens=64 * 65536 // 4,
+        ).payload_nbytes
+        for encoding in ROUTING_ENCODINGS
+    }  # fmt: skip
+    assert sizes["ragged_packed"] <= 0.17 * sizes["dense"]
+
+
+def test_the_number_of_experts_is_asked_for_where_nobody_says_it() -> None:
+    assert experts_for("ragged_packed", asked=0, said=16, who="t") == 16
+    assert experts_for("ragged_packed", asked=32, said=16, who="t") == 32
+    assert experts_for("ragged", asked=0, said=0, who="t") == 0
+    with pytest.raises(SettingsError, match=r"needs the number of experts, which t does not say; set experts"):
+        experts_for("ragged_packed", asked=0, said=0, who="t")
+    with pytest.raises(SettingsError, match=r"experts = 8: t chooses from 16; set experts = 16"):
+        experts_for("dense", asked=8, said=16, who="t")
 
 
 def test_bits_per_token_add_up_to_the_fields() -> None:

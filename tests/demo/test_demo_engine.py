@@ -100,11 +100,42 @@ def test_advantages_of_a_group_sum_to_zero_over_its_trajectories() -> None:
 
 def test_the_source_names_a_setting_it_does_not_know() -> None:
     with pytest.raises(
-        SettingsError, match="unknown source setting path = 'x'; the demo's source knows only bundle"
+        SettingsError, match="unknown source setting path = 'x'; the demo's source knows bundle, routing_layers"
     ):
         make_source({"path": "x"})
     with pytest.raises(SettingsError, match="bundle = 3"):
         make_source({"bundle": 3})
+
+
+def test_made_up_routing_is_the_same_each_time_and_leaves_the_rest_alone() -> None:
+    settings = {"routing_layers": 3, "routing_top_k": 2, "routing_experts": 16}
+    plain, routed, again = make_source({}), make_source(settings), make_source(settings)
+    for bare, one, same in zip(plain.groups(40), routed.groups(40), again.groups(40), strict=True):
+        assert (one.group_id, one.batch_index) == (bare.group_id, bare.batch_index)
+        for without, given, other in zip(bare.trajectories, one.trajectories, same.trajectories, strict=True):
+            assert given.routing is not None
+            assert given.routing.shape == (without.length - 1, 3, 2)
+            assert given.experts == 16 and given.trajectory_id == without.trajectory_id
+            assert given.digest == other.digest != without.digest
+            np.testing.assert_array_equal(given.tokens, without.tokens)
+    ids = np.concatenate([t.routing for g in routed.groups(40) for t in g.trajectories if t.routing is not None])
+    assert set(np.unique(ids)) == {-1, *range(16)}
+    assert routed.replayable
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"routing_layers": 2}, r"routing_top_k = None: must be an integer from 1 to 32768; routing has all of"),
+        ({"routing_layers": 0, "routing_top_k": 2, "routing_experts": 4}, "routing_layers = 0: must be"),
+        ({"routing_layers": 2, "routing_top_k": 5, "routing_experts": 4}, "routing_top_k = 5 of routing_experts = 4"),
+        ({"routing_layers": True, "routing_top_k": 1, "routing_experts": 4}, "routing_layers = True"),
+        ({"routing_layers": 1, "routing_top_k": 1, "routing_experts": 1 << 16}, "from 1 to 32768"),
+    ],
+)
+def test_routing_that_cannot_be_made_up_is_refused_by_name(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        make_source(settings)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from packed_by_hand import Segment, compiled_logps, pack, segment, step, tiny_params
 
-from shmstage.demo.loss import LossConfig, clipped_policy_gradient, loss_weights
+from shmstage.demo.loss import LossConfig, clipped_policy_gradient, loss_weights, routing_factor
 from shmstage.errors import SettingsError
 
 # Whichever runs first compiles for all.
@@ -124,6 +124,29 @@ def test_sampler_weights_scale_the_policy_term_and_not_the_denominator() -> None
     half, same, _ = step({**batch, "sampler_is_weights": np.full_like(batch["advantages"], 0.5)}, config)
     assert half == pytest.approx(0.5 * plain, rel=1e-6)
     assert same["denominator"] == sums["denominator"]
+
+
+def test_every_expert_id_counts_where_routing_has_a_weight() -> None:
+    """A demo that a lost, altered or moved id could not change would prove nothing about an encoding."""
+    ids = np.random.default_rng(0).permuted(np.tile(np.arange(8), (2, 4, 3, 1)), axis=-1)[..., :2].astype(np.int16)
+    ids[0, 1, 2] = -1
+    factor = np.asarray(routing_factor(jnp.array(ids), 0.5))
+    assert factor.shape == (2, 4) and (factor >= 1).all() and (factor < 1.5).all()
+    for place in np.ndindex(ids.shape):
+        other = ids.copy()
+        other[place] += 1
+        changed = np.asarray(routing_factor(jnp.array(other), 0.5)) != factor
+        assert changed[place[:2]] and changed.sum() == 1
+    swapped = np.asarray(routing_factor(jnp.array(ids[..., ::-1]), 0.5))
+    assert (swapped != factor).any()
+
+
+def test_a_weight_on_routing_that_is_not_there_is_refused() -> None:
+    config = LossConfig(routing_weight=0.5)
+    with pytest.raises(SettingsError, match=r"routing_weight = 0.5: the micro-batches carry no routing; give it by"):
+        jax.eval_shape(lambda p, b: clipped_policy_gradient(p, b, config), tiny_params(), pack(A))
+    with pytest.raises(SettingsError, match="routing_weight = -1.0: must not be negative"):
+        LossConfig(routing_weight=-1.0)
 
 
 def test_loss_outputs_are_float32_scalars() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,38 @@ def test_all_modes_and_the_reference_loop_are_equal(tmp_path: Path) -> None:
     digests = {mode["param_digest"] for mode in verdict["modes"].values()} | {verdict["reference"]["param_digest"]}
     assert len(digests) == 1
     assert verdict["reference"]["param_digest"] != verdict["reference"]["initial_param_digest"]
+
+
+ROUTED = """rows = 2
+steps = 2
+microbatches_per_step = 2
+max_real_tokens = 400
+[source]
+factory = "shmstage.demo.source:make_source"
+routing_layers = 3
+routing_top_k = 2
+routing_experts = 24
+[engine]
+routing_weight = 0.5
+"""
+
+
+@pytest.mark.slow
+def test_packed_routing_gives_the_digests_and_parameters_of_dense(tmp_path: Path) -> None:
+    """The reference loop has dense routing from numpy, and every id counts in the demo's loss."""
+    (tmp_path / "routed.toml").write_text(ROUTED)
+    config = ("--config", "routed.toml", "--routing-encoding")
+    verdict = run_json("compare", *config, "ragged_packed", "--out", "packed", cwd=tmp_path)
+    assert verdict["equal"], verdict["problems"]
+    dense = run_json("run", *config, "dense", "--verify", "full", "--out", "dense", cwd=tmp_path)
+    for result in verdict["modes"].values():
+        for key in ("digests", "payload_digests", "denominators"):
+            assert result[key] == dense[key], key
+    steps = {out: (tmp_path / out / "steps.jsonl").read_text().splitlines() for out in ("packed/serial", "dense")}
+    nbytes = {out: json.loads(lines[0])["bytes"] // 2 for out, lines in steps.items()}
+    # per micro-batch of 2 x 256 tokens: 6 words per token; routing of 512 tokens dense, of 400 packed in 5 bits
+    assert nbytes["dense"] == 512 * (6 * 4 + 3 * 2 * 2)
+    assert nbytes["packed/serial"] == 512 * 6 * 4 + 50 * 3 * 2 * 5 + 50 * 3 + 3 * 4
 
 
 SETTINGS = Settings(steps=2, microbatches_per_step=1)

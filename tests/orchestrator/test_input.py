@@ -19,11 +19,13 @@ from test_intake import trajectory
 from test_resume import facts, orders
 
 from shmstage.errors import PluginError, SettingsError, TrajectoryError
+from shmstage.orchestrator.assembly import Layouts
 from shmstage.orchestrator.batch_order import Order
 from shmstage.orchestrator.input import Input
 from shmstage.orchestrator.intake import Intake
 from shmstage.orchestrator.resume import ResumeState
 from shmstage.orchestrator.session import _check_same_plan, check_engine_can, plan_facts
+from shmstage.packing.fields import microbatch_layout
 from shmstage.packing.plan import PlanSettings
 from shmstage.packing.trajectory import Group
 from shmstage.settings import Settings
@@ -142,10 +144,11 @@ def test_a_setting_that_needs_what_the_engine_cannot_do_is_refused_before_anythi
     settings: Settings, missing: str
 ) -> None:
     both = ["eval_step", "per_token_logps"]
-    check_engine_can(settings, both)
+    layouts = Layouts(microbatch_layout(2, 8), None)
+    check_engine_can(settings, both, layouts)
     with pytest.raises(PluginError, match=f"has no {missing}; give it one"):
-        check_engine_can(settings, [name for name in both if name != missing])
-    check_engine_can(Settings(), [])
+        check_engine_can(settings, [name for name in both if name != missing], layouts)
+    check_engine_can(Settings(), [], layouts)
 
 
 def test_another_order_is_another_plan() -> None:

@@ -296,7 +296,7 @@ def test_an_engine_that_cannot_score_or_evaluate_says_so() -> None:
 def test_an_optax_engine_without_logps_fn_says_which_settings_need_it() -> None:
     params = {"b": jnp.zeros(()), "w": jnp.ones(32)}
     with rigged(lambda: OptaxEngine(toy_loss, params, optax.sgd(0.5), store=MemoryStore())) as rig:
-        assert rig.call("info")["optional"] == ["eval_step"]
+        assert rig.call("info")["optional"] == ["decodes_routing", "eval_step"]
         wanted = "OptaxEngine has no such method; .*leave recompute_old_logps and reference_logps off"
         with pytest.raises(EngineError, match=wanted):
             rig.call("per_token_logps", handle=rig.publish(1, 0), role="reference")

@@ -316,7 +316,10 @@ def test_inside_a_step_an_engine_whose_forward_pass_changes_its_state_saves_noth
 
 @pytest.mark.parametrize(
     ("make_engine", "wanted"),
-    [(toy_engine, ["eval_step", "per_token_logps"]), (overflowing_engine, ["eval_step", "settle"])],
+    [
+        (toy_engine, ["decodes_routing", "eval_step", "per_token_logps"]),
+        (overflowing_engine, ["decodes_routing", "eval_step", "settle"]),
+    ],
 )
 def test_info_says_which_optional_methods_the_engine_has(
     make_engine: Callable[[], OptaxEngine], wanted: list[str]
