@@ -116,11 +116,11 @@ def test_settings_come_from_a_file_the_environment_and_flags(
 
 FILE = """
 rows = 8
+experts = 512
+routing_encoding = "ragged_packed"
 [budget]
 layers = 60
 top_k = 10
-experts = 512
-routing_encoding = "ragged_packed"
 fill = 0.5
 word_fields = 7
 param_bytes = 1_000_000
