@@ -44,7 +44,9 @@ def check_before_start(settings: Settings) -> None:
     held, evaluated = (facts[name].nbytes if name in facts else 0 for name in ("bundle", "eval_bundle"))
     inputs = inputs_of(
         settings, fields, evaluation, platform=platform_here(os.environ), held_input_nbytes=held,
-        evaluation_nbytes=evaluated,
+        evaluation_nbytes=evaluated, longest=max((each.longest for each in facts.values()), default=0)
+        if "bundle" in facts
+        else 0,
     )  # fmt: skip
     check_run(lower_bound(inputs))
 

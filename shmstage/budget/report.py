@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
 from shmstage.budget.formula import MOMENTS, SCOPES, Forecast, forecast
-from shmstage.budget.search import Suggestion, most_that_fits, suggestions
+from shmstage.budget.search import MOST, Suggestion, most_that_fits, suggestions
 from shmstage.budget.sizes import gib, in_words
 from shmstage.budget.verdict import Bound, Fit, Judgement, judge
 from shmstage.memory.limits import format_nbytes
@@ -22,21 +22,45 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class Report:
-    """``assumed``: what nobody said, and what was taken for it."""
+    """``assumed``: what nobody said, and what was taken for it. ``most``: ``None`` where what bounds it is not known.
+    ``reservations``: what the verdict alone does not tell.
+    """
 
     forecast: Forecast
     judgement: Judgement
-    most: Mapping[str, int]
+    most: Mapping[str, int | None]
     suggestions: Sequence[Suggestion]
     assumed: Sequence[str]
+    reservations: Sequence[str] = ()
 
 
-def report_on(inputs: Inputs, bounds: Sequence[Bound], assumed: Sequence[str] = ()) -> Report:
-    """Forecast, verdict, the most that fits and what would make it fit. Raises as ``forecast`` and ``judge``."""
+def report_on(
+    inputs: Inputs, bounds: Sequence[Bound], assumed: Sequence[str] = (), *, processes_assumed: bool = False
+) -> Report:
+    """Forecast, verdict, the most that fits and what would make it fit. Raises as ``forecast`` and ``judge``.
+
+    ``processes_assumed``: nobody said what the processes take.
+    """
     found = forecast(inputs)
     judgement = judge(found, bounds)
-    most = {name: most_that_fits(inputs, bounds, name) for name in ("slots", "rows")}
-    return Report(found, judgement, most, suggestions(inputs, bounds), assumed)
+    most: dict[str, int | None] = {name: most_that_fits(inputs, bounds, name) for name in ("slots", "rows")}
+    reservations, told = [], list(assumed)
+    on_device = max(found.total(moment, "device") for moment in MOMENTS)
+    if on_device and not any("device" in bound.scopes for bound in bounds):
+        most["rows"] = None  # they take device memory, too
+        reservations.append(f"device memory was not judged: {in_words(on_device)} are needed; {_JUDGE_IT}")
+        told.append(f"device memory is large enough: nobody said how much there is; {_JUDGE_IT}")
+    if processes_assumed and judgement.verdict == "does not fit":
+        without = judge(forecast(replace(inputs, process_nbytes=0)), bounds)
+        if without.verdict != "does not fit":
+            reservations.append(
+                f"only the {in_words(inputs.process_nbytes)} that the processes are assumed to take make it so: "
+                "--process-bytes, or process_bytes in the table [budget], replaces them"
+            )
+    return Report(found, judgement, most, suggestions(inputs, bounds), told, reservations)
+
+
+_JUDGE_IT = "--device-memory has it judged"
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -75,6 +99,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "binding": _fit_json(report.judgement.binding),
         "verdict": report.judgement.verdict,
         "most": dict(report.most),
+        "reservations": list(report.reservations),
         "suggestions": [
             {
                 "change": dict(suggestion.change),
@@ -102,13 +127,14 @@ def _fit_json(fit: Fit) -> dict[str, Any]:
 
 
 def verdict_line(report: Report) -> str:
-    """The verdict, the limit that binds and both figures, in one line."""
+    """The verdict, the limit that binds and both figures, and what the verdict does not tell, in one line."""
     fit = report.judgement.binding
     left = f"{in_words(abs(fit.headroom_nbytes))} {'left' if fit.headroom_nbytes >= 0 else 'short'}"
-    return (
+    said = (
         f"{report.judgement.verdict}: {' and '.join(fit.bound.scopes)} memory needs {in_words(fit.need_nbytes)} "
         f"({_MOMENT[fit.moment]}); {fit.bound.name} leaves {in_words(fit.bound.available_nbytes)}: {left}"
     )
+    return "; ".join([said, *report.reservations])
 
 
 _MOMENT = {"steady": "at steady state", "checkpoint": "at a checkpoint", "restart": "at a restart"}
@@ -120,7 +146,7 @@ def print_report(report: Report, console: Console, *, explain: bool = False) -> 
         console.print(table)
     for text in report.assumed:
         console.print(f"assumed: {text}", markup=False, highlight=False, soft_wrap=True)
-    caps = ", ".join(f"{count} {name}" for name, count in report.most.items())
+    caps = ", ".join(_most_in_words(name, count) for name, count in report.most.items())
     console.print(f"most that fits, all else as it is: {caps}", markup=False, highlight=False, soft_wrap=True)
     for suggestion in report.suggestions:
         console.print(
@@ -133,6 +159,12 @@ def print_report(report: Report, console: Console, *, explain: bool = False) -> 
         text = f"no setting makes it fit; {binding.bound.name} has to leave {in_words(binding.need_nbytes)}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(verdict_line(report), markup=False, highlight=False, soft_wrap=True)
+
+
+def _most_in_words(name: str, count: int | None) -> str:
+    if count is None:
+        return f"{name} unknown, as device memory was not judged"
+    return f"{count} {name}" + (" (no setting may say more)" if count == MOST[name] else "")
 
 
 def add_texts(table: Table, *cells: str) -> None:

@@ -19,15 +19,16 @@ MOST = {"slots": 4096, "rows": 1 << 20, "tokens": 1 << 24}
 @final
 @dataclass(frozen=True)
 class Suggestion:
-    """Settings to change, and what the verdict and the least headroom are then."""
+    """Settings to change, and what the verdict and the least headroom are then, if ``condition`` holds."""
 
     change: Mapping[str, Any]
     verdict: Verdict
     headroom_nbytes: int
+    condition: str = ""
 
     @property
     def text(self) -> str:
-        return " and ".join(f"{key} = {value}" for key, value in self.change.items())
+        return " and ".join(f"{key} = {value}" for key, value in self.change.items()) + self.condition
 
 
 def most_that_fits(inputs: Inputs, bounds: Sequence[Bound], name: str) -> int:
@@ -78,10 +79,11 @@ def _single_changes(inputs: Inputs, bounds: Sequence[Bound], well: bool) -> Iter
     for name in ("slots", "rows", "tokens"):
         largest = _largest(
             lambda value, name=name: _helps(inputs, {name: value}, bounds, well),  # type: ignore[misc]
-            LEAST[name], getattr(inputs, name) - 1,
+            _least(inputs, name), getattr(inputs, name) - 1,
         )  # fmt: skip
         if largest:
             yield {name: largest}
+    yield from ([_RARER] if _saves_often(inputs) else [])
     yield from ({key: value} for key, value in _savings(inputs).items())
     # with less than a step of them nothing could be trained; what a bundle holds no limit lowers, so it never helps
     held = _largest(
@@ -105,8 +107,16 @@ def _savings(inputs: Inputs) -> dict[str, Any]:
 
 
 def _combined(inputs: Inputs, bounds: Sequence[Bound], well: bool) -> Iterator[dict[str, Any]]:
-    """Everything that costs no training, then as many rows as fit beside it."""
+    """Everything that costs no training, then as many rows as fit beside it; then the same with one checkpoint."""
     change = {**_savings(inputs), **({"slots": LEAST["slots"]} if inputs.slots > LEAST["slots"] else {})}
+    yield from _with_fewer(inputs, change, bounds, well)
+    if _saves_often(inputs):
+        yield from _with_fewer(inputs, {**change, **_RARER}, bounds, well)
+
+
+def _with_fewer(
+    inputs: Inputs, change: dict[str, Any], bounds: Sequence[Bound], well: bool
+) -> Iterator[dict[str, Any]]:
     for encoding in [*_smaller_encodings(inputs), None]:
         with_encoding = {**(_encoding_change(inputs, encoding) if encoding else {}), **change}
         if with_encoding and _helps(inputs, with_encoding, bounds, well):
@@ -117,7 +127,7 @@ def _combined(inputs: Inputs, bounds: Sequence[Bound], well: bool) -> Iterator[d
                 lambda value, name=name, first=with_encoding: _helps(  # type: ignore[misc]
                     inputs, {**first, name: value}, bounds, well
                 ),
-                LEAST[name], getattr(inputs, name) - 1,
+                _least(inputs, name), getattr(inputs, name) - 1,
             )  # fmt: skip
             if largest:
                 yield {**with_encoding, name: largest}
@@ -146,7 +156,21 @@ def _helps(inputs: Inputs, change: Mapping[str, Any], bounds: Sequence[Bound], w
 
 def _suggestion(inputs: Inputs, change: Mapping[str, Any], bounds: Sequence[Bound]) -> Suggestion:
     verdict, headroom = _outcome(apply(inputs, change), bounds)
-    return Suggestion(change, verdict, headroom)
+    unknown = "tokens" in change and not inputs.longest
+    return Suggestion(change, verdict, headroom, ", if no trajectory is longer" if unknown else "")
+
+
+def _least(inputs: Inputs, name: str) -> int:
+    """A trajectory is not split: a row has to hold the longest."""
+    return max(LEAST[name], inputs.longest) if name == "tokens" else LEAST[name]
+
+
+def _saves_often(inputs: Inputs) -> bool:
+    return inputs.checkpoint_every > 0 and inputs.state_nbytes > 0
+
+
+#: only the checkpoint before step 1, of which no second one waits
+_RARER = {"checkpoint_every": 0}
 
 
 def _outcome(inputs: Inputs, bounds: Sequence[Bound]) -> tuple[Verdict, int]:

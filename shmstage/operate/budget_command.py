@@ -47,7 +47,8 @@ def _main(argv: Sequence[str]) -> int:
     resolved = Resolved(completed(resolved.settings), resolved.origins, resolved.budget)
     take_table(args, resolved.budget, args.config)
     inputs, assumed = inputs_from(args, resolved)
-    report = report_on(inputs, bounds_from(args.limit or [], args.device_memory), assumed)
+    bounds = bounds_from(args.limit or [], args.device_memory)
+    report = report_on(inputs, bounds, assumed, processes_assumed=args.process_bytes is None)
     if args.json:
         said = as_json(report)
         print(json.dumps({**said, **({"origins": origins(args, resolved, inputs)} if args.explain else {})}))
@@ -79,23 +80,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def inputs_from(args: argparse.Namespace, resolved: Resolved) -> tuple[Inputs, list[str]]:
+def inputs_from(
+    args: argparse.Namespace, resolved: Resolved, *, journaled: bool | None = None
+) -> tuple[Inputs, list[str]]:
     """The formula's input and, in words, what in it was assumed. Raises ``SettingsError``, ``BundleError``.
 
-    ``take_table`` has been called on ``args``.
+    ``take_table`` has been called on ``args``. ``journaled``: whether the source is known to be, ``None``: not known.
     """
     settings = resolved.settings
     assumed: list[str] = []
+    own_source = bool(settings.source) and settings.source != DEMO_SOURCE
+    if own_source and journaled is None:
+        assumed.append("the source cannot be replayed, so it is journaled; one with replayable = True takes no journal")
     fields = _fields(args, resolved, assumed)
-    evaluation, evaluation_nbytes = None, 0
+    trained = bundle_facts(settings.bundle) if settings.bundle is not None else None
+    evaluation, evaluation_nbytes, longest = None, 0, trained.longest if trained is not None else 0
     if settings.eval_bundle is not None:
         facts = bundle_facts(settings.eval_bundle)
         evaluation, evaluation_nbytes = fields_of_bundle(facts, settings), facts.nbytes
+        longest = max(longest, facts.longest) if longest else 0
     inputs = inputs_of(
         settings, fields, evaluation, evaluation_nbytes=evaluation_nbytes,
-        held_input_nbytes=bundle_facts(settings.bundle).nbytes if settings.bundle is not None else 0,
+        held_input_nbytes=trained.nbytes if trained is not None else 0, longest=longest,
         fill=_fill(args), hosts=_at_least(args, "hosts") or 1, replay=bool(args.replay),
-        journaled=bool(settings.source) and settings.source != DEMO_SOURCE, process_nbytes=PROCESS_NBYTES,
+        journaled=own_source if journaled is None else journaled, process_nbytes=_process_nbytes(args),
         platform=_platform(args, assumed), **_state(args, assumed),
     )  # fmt: skip
     if inputs.weight_sync and inputs.param_leaves > MAX_LEAVES:
@@ -167,6 +175,10 @@ def _state(args: argparse.Namespace, assumed: list[str]) -> dict[str, Any]:
     return {**found, "optimizer_nbytes": parse_size(args.optimizer_bytes, "optimizer_bytes")}
 
 
+def _process_nbytes(args: argparse.Namespace) -> int:
+    return PROCESS_NBYTES if args.process_bytes is None else parse_size(args.process_bytes, "process_bytes")
+
+
 def _platform(args: argparse.Namespace, assumed: list[str]) -> Platform:
     if args.platform == "cpu" and args.device_memory is not None:
         raise SettingsError("--device-memory is about an accelerator's memory; drop it or use --platform accelerator")
@@ -216,16 +228,21 @@ def _note_assumptions(args: argparse.Namespace, inputs: Inputs, assumed: list[st
         )
     if inputs.hosts > 1:
         assumed.append(f"{inputs.host_rows} of {inputs.rows} rows per host; every node holds all trajectories")
-    if inputs.journaled:
-        assumed.append("the source cannot be replayed, so it is journaled")
+    if 0 < inputs.max_held_nbytes < inputs.row_nbytes:
+        assumed.append(
+            f"no group is larger than max_held_bytes = {inputs.max_held_nbytes}: a run refuses one that is, and a "
+            f"single full row has {in_words(inputs.row_nbytes)}"
+        )
     if inputs.saves_every != inputs.checkpoint_every:
         assumed.append("max_held_bytes may force a checkpoint at any step: counted as checkpoint_every = 1")
     if inputs.param_nbytes:
         assumed += _about_parameters(inputs)
-    assumed.append(
-        f"activations, compiled programs and what plug-ins keep are not counted; the processes take "
-        f"{in_words(PROCESS_NBYTES)}, as measured on CPU: an accelerator's libraries take more"
-    )
+    assumed.append("activations, compiled programs and what plug-ins keep are not counted")
+    if args.process_bytes is None:
+        assumed.append(
+            f"the processes take {in_words(PROCESS_NBYTES)}, as measured on CPU: an accelerator's libraries take more; "
+            "--process-bytes sets it"
+        )
 
 
 def _about_parameters(inputs: Inputs) -> list[str]:
@@ -254,7 +271,7 @@ def origins(args: argparse.Namespace, resolved: Resolved, inputs: Inputs) -> dic
         "fill": str(inputs.fill), "platform": inputs.platform,
         "param_bytes": inputs.param_nbytes, "optimizer_bytes": inputs.optimizer_nbytes, "hosts": inputs.hosts,
         "param_dtype": args.param_dtype or "float32", "param_leaves": inputs.param_leaves, "replay": inputs.replay,
-        "device_memory": args.device_memory, "limit": args.limit,
+        "process_bytes": inputs.process_nbytes, "device_memory": args.device_memory, "limit": args.limit,
     }  # fmt: skip
     for name, value in taken.items():
         origin = f"bundle {bundle}" if bundle is not None and name in OF_THE_BUNDLE else "assumed"

@@ -16,7 +16,7 @@ from shmstage.settings import Settings
 #: bytes of one number
 PARAM_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NUMBERS = ("layers", "top_k", "word_fields", "param_leaves", "hosts")
-SIZES = ("param_bytes", "optimizer_bytes", "device_memory")
+SIZES = ("param_bytes", "optimizer_bytes", "process_bytes", "device_memory")
 CHOICES = {"platform": get_args(Platform), "param_dtype": tuple(PARAM_DTYPES)}
 KEYS = (*NUMBERS, *SIZES, *CHOICES, "fill", "replay", "limit")
 
@@ -40,6 +40,9 @@ def add_budget_flags(parser: argparse.ArgumentParser) -> None:
         help=f"arrays that the parameters are; weight_sync publishes {MAX_LEAVES} at most, each padded",
     )  # fmt: skip
     group.add_argument("--optimizer-bytes", metavar="SIZE", help="optimizer state (default: twice the parameters)")
+    group.add_argument(
+        "--process-bytes", metavar="SIZE", help=f"all processes of the run before they hold anything, {size}"
+    )
     group.add_argument("--platform", choices=CHOICES["platform"], help="where the trainer computes (default: as here)")
     group.add_argument("--hosts", type=int, metavar="N", help="hosts that share the rows (default 1)")
     group.add_argument(

@@ -309,6 +309,7 @@ def test_a_live_source_is_journaled_and_hosts_have_an_object_store(capsys: pytes
         (("--optimizer-bytes", "1GB"), "without --param-bytes"),
         (("--platform", "cpu", "--device-memory", "80GB"), "drop it or use --platform accelerator"),
         (("--hosts", "0"), "--hosts 0: give 1 to"),
+        (("--process-bytes", "few"), "process_bytes = 'few' is no size"),
         (("--bundle", "nowhere"), "give the directory of a bundle"),
         (("--no-such-flag",), "`shmstage budget --help` lists all options"),
         (("--live", "nobody", "--strict"), "--strict are of no use there"),

@@ -101,7 +101,8 @@ def test_both_gates_ask_with_the_same_figures(tmp_path: Path, monkeypatch: pytes
     check.check_before_pool(settings, first, first, restarted=True)
     before_start, before_pool, restarted = seen
     assert before_start.held_input_nbytes == before_start.evaluation_nbytes > 0
-    assert replace(before_start, held_input_nbytes=0, evaluation_nbytes=0) == before_pool
+    assert replace(before_start, held_input_nbytes=0, evaluation_nbytes=0, longest=0) == before_pool
+    assert before_start.longest == 12
     assert lower_bound(before_pool, has_buffers=True) == restarted != before_pool
 
 

@@ -247,6 +247,10 @@ def test_a_checkpoint_holds_host_copies_of_parameters_and_optimizer_state() -> N
     assert amounts(inputs, "checkpoint")["optimizer_snapshot"] == 3000
     assert amounts(often, "checkpoint")["optimizer_snapshot"] == 3 * 3000
     assert amounts(often, "restart")["optimizer_snapshot"] == 3000
+    assert [amounts(often, moment)["checkpoint_writer"] for moment in MOMENTS] == [0, 2 * 3000, 3000]
+    assert [amounts(inputs, moment)["checkpoint_writer"] for moment in MOMENTS] == [0, 2 * 3000, 3000]
+    on_host = {moment: forecast(often).total(moment, "host") for moment in MOMENTS}
+    assert on_host["checkpoint"] - on_host["steady"] == (3 + 2) * 3000
     assert [amounts(often, moment)["checkpoints"] for moment in MOMENTS] == [15000, 18000, 15000]
 
 

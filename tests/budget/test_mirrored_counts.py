@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "orchestrator"))
 from schedule_driver import Driver
 
-from shmstage.budget.formula import HELD_STEPS, MAX_LEAVES, SNAPSHOT_COPIES, WEIGHTS_PLACES
+from shmstage.budget.formula import HELD_STEPS, MAX_LEAVES, SNAPSHOT_COPIES, WEIGHTS_PLACES, WRITER_COPIES
 from shmstage.errors import LayoutError, WaitTimeoutError
 from shmstage.memory.layout import Layout
 from shmstage.orchestrator.schedule import BoundarySchedule, Command, Config
@@ -75,3 +76,31 @@ def test_as_many_steps_are_begun_beyond_the_last_that_was_closed_as_are_counted(
     driver.run()
     assert most == ((1, 1) if mode == "serial" else (HELD_STEPS, 0))
     assert mode != "serial" or under_way == 1
+
+
+SAVE = """
+import sys
+from pathlib import Path
+import numpy as np
+from shmstage.trainer.checkpoints import OrbaxStore
+
+def kept(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+store, random = OrbaxStore(Path(sys.argv[1])), np.random.default_rng(0)
+store.save(0, {"first": np.zeros(4, np.float32)}, {})
+tree = {f"w{n}": random.random(1 << 23, dtype=np.float32) for n in range(5)}
+before = kept("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+store.save(1, tree, {})
+print((kept("VmHWM") - before) / sum(leaf.nbytes for leaf in tree.values()))
+"""
+
+
+@pytest.mark.slow
+def test_the_checkpoint_writer_holds_no_more_than_is_counted(tmp_path: Path) -> None:
+    """And more than one copy of what it writes: numbers that no encoding makes smaller, in a process of their own."""
+    command = [sys.executable, "-c", SAVE, str(tmp_path / "checkpoints")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+    assert 1 < float(done.stdout) <= WRITER_COPIES + 0.25

@@ -103,6 +103,11 @@ def test_live_puts_forecast_and_use_of_a_run_side_by_side(tmp_path: Path) -> Non
         rows = {row["what"]: row for row in found["compare"]}
         assert rows["pool"]["used"] == rows["pool"]["forecast"] > 0
         assert rows["weights pool"]["used"] > 0
+        # parameters, and the writer of the checkpoint, are private memory here
+        assert rows["private memory"]["checkpoint"] - rows["private memory"]["forecast"] == (1 + 2) * 3 * 10**6
+        assert rows["pool"]["checkpoint"] == rows["pool"]["forecast"]
+        untold = {row["what"]: row for row in run_json("budget", "--live", "out", cwd=tmp_path)["compare"]}
+        assert untold["weights pool"]["forecast"] == untold["weights pool"]["used"] == rows["weights pool"]["used"]
         roles = {each["role"]: each for each in found["processes"]}
         assert roles.keys() == {"launcher", "orchestrator", "trainer"}
         assert all(each["alive"] for each in roles.values())
@@ -117,6 +122,7 @@ def test_live_puts_forecast_and_use_of_a_run_side_by_side(tmp_path: Path) -> Non
         people = run_real("budget", "--live", "out", cwd=tmp_path)
         assert people.returncode == 0
         assert "forecast" in people.stdout
+        assert "at a checkpoint" in people.stdout
         assert "trainer, without pools" in people.stdout
         who = pids(tmp_path / "out")
         for pid in who.values():
@@ -128,7 +134,11 @@ def test_live_puts_forecast_and_use_of_a_run_side_by_side(tmp_path: Path) -> Non
         assert {row["what"]: row["used"] for row in dead["compare"]}["private memory"] == 0
         assert {pool["owner"] for pool in dead["pools"]} == {"orchestrator", "trainer"}  # they are still there
         assert finish(start("gc", cwd=tmp_path))[0] == 0
-        assert run_json("budget", "--live", "out", cwd=tmp_path)["pools"] == []
+        gone = run_json("budget", "--live", "out", cwd=tmp_path)
+        assert gone["pools"] == []
+        rows = {row["what"]: row for row in gone["compare"]}
+        assert rows["weights pool"]["forecast"] is None is rows["all of it"]["forecast"]  # nobody knows, so no 0
+        assert "unknown" in run_real("budget", "--live", "out", cwd=tmp_path).stdout
     finally:
         process.kill()
         finish(process)
@@ -138,6 +148,32 @@ def test_live_of_a_run_that_is_not_there_is_bad_input(tmp_path: Path) -> None:
     code, _, err = finish(start("budget", "--live", "nobody", cwd=tmp_path))
     assert code == 2
     assert "no run 'nobody'" in err
+
+
+@pytest.mark.parametrize("text", ["{", '{"run": "r", "pids": {}}', '{"run": "r", "pids": {}, "settings": [1]}'])
+def test_live_of_a_corrupt_record_has_a_remedy_for_who_reads(text: str, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text(text)
+    code, _, err = finish(start("budget", "--live", "out", cwd=tmp_path))
+    assert code == 2
+    assert "restore it, or name another run" in err
+    assert "--out" not in err
+
+
+def test_live_calls_a_source_journaled_only_where_there_is_a_journal(tmp_path: Path) -> None:
+    (out := tmp_path / "out").mkdir()
+    record = {"run": f"live-{os.getpid()}", "pids": {}, "settings": {"source": "mine:make", "out": str(out)}}
+    (out / "run.json").write_text(json.dumps(record))
+
+    def found() -> tuple[bool, bool]:
+        live = run_json("budget", "--live", "out", cwd=tmp_path)
+        return "journal" in live["amounts"], any("cannot be replayed" in text for text in live["assumed"])
+
+    assert found() == (True, True)  # before the first step it is not known
+    (out / "steps.jsonl").touch()
+    assert found() == (False, False)
+    (out / "journal").mkdir()
+    assert found() == (True, False)
 
 
 def test_a_reused_pid_is_nobody_of_the_run() -> None:

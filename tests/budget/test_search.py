@@ -122,6 +122,37 @@ def test_a_limit_on_what_is_held_is_suggested_down_to_one_step(hosts: int) -> No
     assert not any("max_held_bytes" in each.change for each in suggestions(bundle, bounds))
 
 
+def test_fewer_checkpoints_are_tried_alone_and_with_all_else() -> None:
+    """Of those after the first three host copies can pile up; a run that just saves less often may fit."""
+    often = small(param_nbytes=10**9, optimizer_nbytes=2 * 10**9, checkpoint_every=1, aux_slots=0, slots=2)
+    once = forecast(replace(often, checkpoint_every=0)).total("checkpoint", "shm", "host")
+    (found,) = suggestions(often, budget_making.given(once * 10 // 9 + 1))
+    assert (found.change, found.text, found.verdict) == ({"checkpoint_every": 0}, "checkpoint_every = 0", "fits")
+    (both,) = suggestions(replace(often, weight_sync=True), budget_making.given(once * 10 // 9 + 1))
+    assert both.change == {"weight_sync": "off", "checkpoint_every": 0}
+    assert suggestions(often, budget_making.given(once - 10**6)) == []
+    # one of several that are enough, each alone
+    publishing = replace(often, weight_sync=True)
+    need = forecast(publishing).total("checkpoint", "shm", "host")
+    texts = [each.text for each in suggestions(publishing, budget_making.given(need - 1))]
+    assert texts == ["checkpoint_every = 0", "weight_sync = off"]
+
+
+def test_tokens_are_not_suggested_below_the_longest_trajectory() -> None:
+    """A trajectory is not split over rows; where the longest is not known, the suggestion says what has to hold."""
+    inputs = Inputs(rows=4, tokens=4096)
+    bounds = budget_making.given(forecast(inputs).total("steady", "shm", "host") // 2)
+    plain = {each.text for each in suggestions(inputs, bounds) if "tokens" in each.change}
+    (text,) = plain
+    tokens = int(text.removeprefix("tokens = ").removesuffix(", if no trajectory is longer"))
+    assert text.endswith(", if no trajectory is longer")
+    held = suggestions(replace(inputs, longest=tokens), bounds)
+    assert f"tokens = {tokens}" in [each.text for each in held]
+    longer = suggestions(replace(inputs, longest=tokens + 1), bounds)
+    assert longer
+    assert not any("tokens" in each.change for each in longer)
+
+
 def test_one_setting_is_suggested_where_one_is_enough() -> None:
     inputs = small(slots=6)
     found = suggestions(inputs, budget_making.given(forecast(inputs).total("steady", "shm", "host") * 9 // 10))
