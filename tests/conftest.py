@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -14,6 +15,8 @@ import psutil
 import pytest
 
 SHM = Path("/dev/shm")
+# where the tests are started in the background the shell has SIGINT ignored, and so would every child of theirs
+signal.signal(signal.SIGINT, signal.default_int_handler)
 #: threads of libraries that live as long as the process; none of them is ours
 FOREIGN_THREADS = ("pytest_timeout", "ThreadPoolExecutor", "asyncio", "metadata_store", "execnet", "base_pytree")
 
