@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant(
         "a pool is made beyond its budget",
         "shmstage/memory/reservation.py",
-        "    check_fits(geometry.pool_nbytes, what, REMEDY, limits)\n",
+        "    check_fits(geometry.pool_nbytes, what, remedy, limits)\n",
         "",
         ("tests/memory/test_reservation.py::test_a_pool_beyond_the_limit_is_refused_before_anything_is_allocated",),
     ),
