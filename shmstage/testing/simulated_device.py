@@ -17,6 +17,7 @@ from typing import Any, Literal, final
 import numpy as np
 
 from shmstage import _native
+from shmstage.errors import PoolError
 
 #: read at once by an upload; between two of them it waits until its pace allows the next
 CHUNK_NBYTES = 4 << 20
@@ -179,7 +180,8 @@ class SimulatedDevice:
                 for start in range(0, source.nbytes, CHUNK_NBYTES):
                     self._sleep_until(operation.begin_ns + round(copied * self._ns_per_byte))
                     part = source[start : start + CHUNK_NBYTES]
-                    _native.copy_guarded(memory[name][start : start + part.nbytes], part)
+                    if not _native.copy_guarded(memory[name][start : start + part.nbytes], part):
+                        raise PoolError(f"the slot of field {name} went away under its upload: its pool was shrunk")
                     copied += part.nbytes
 
         self._uploads.put(operation, act)

@@ -6,12 +6,10 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
+from collector import without_collector
 from protocol_model.cells_model import CellsCase, CellsModel
 from protocol_model.explore import Model, explore
 from protocol_model.plan import CELLS, FAULTS, SLOTS, Fault
@@ -34,18 +32,6 @@ TALLY = Tally()
 
 def model_of(case: Case | CellsCase) -> Model:
     return SlotsModel(case) if isinstance(case, Case) else CellsModel(case)
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """A walk makes a million tuples and no cycles."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def walk(case: Case | CellsCase) -> None:

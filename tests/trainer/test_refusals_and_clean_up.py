@@ -351,17 +351,18 @@ def test_the_new_epoch_handshake_cancels_an_updates_wait_for_a_copy() -> None:
 def test_the_old_pool_is_unmapped_by_the_handshake_and_not_under_a_running_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copying = 0
-    copy_into: Callable[..., None] = _native.copy_into
+    copying = copies = 0
+    copy_guarded: Callable[..., bool] = _native.copy_guarded
 
-    def counted(destination: Any, source: Any) -> None:
-        nonlocal copying
-        copying += 1
-        copy_into(destination, source)
+    def counted(destination: Any, source: Any) -> bool:
+        nonlocal copying, copies
+        copying, copies = copying + 1, copies + 1
+        copied = copy_guarded(destination, source)
         copying -= 1
+        return copied
 
     with rigged() as rig:
-        monkeypatch.setattr(_native, "copy_into", counted)
+        monkeypatch.setattr(_native, "copy_guarded", counted)
         rig.call("stage_fwd_bwd", handle=rig.publish(1, 0))
         rig.call("prepare_weight_sync", version=0)  # a copy on the snapshot thread, whose pool is not the one unmapped
         old, attachment = rig.pool.name, rig.worker._stepper.current
@@ -369,6 +370,7 @@ def test_the_old_pool_is_unmapped_by_the_handshake_and_not_under_a_running_copy(
         close = attachment.close
         seen: list[int] = []
         monkeypatch.setattr(type(attachment), "close", lambda self: (seen.append(copying), close())[0])
+        assert copies > 0  # else another function copies, and nothing is counted here
         rig.new_epoch()
         assert seen == [0]
         rig.pools[0].close()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from collector import without_collector
 
 from shmstage.orchestrator.schedule import Config
 from walk.cases import Case
@@ -63,15 +63,3 @@ class Tally:
             f"walked {self.states} states, {self.orders} orders, {self.cases} configurations, "
             f"{len(self.violations)} violations, {caught} of {len(self.faults)} seeded faults found"
         )])  # fmt: skip
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """The walk makes millions of tuples and no cycles: looking for cycles costs a third of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
