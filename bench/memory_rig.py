@@ -1,0 +1,164 @@
+"""What ``memory.py`` measures: plug-ins that wait until a baseline has been read, and the same over gRPC.
+
+Both children of a run build what they need before any payload moves (the trajectories, the engine with its programs
+compiled), say so by a file in the gate's directory and go no further until there is one named ``go``: the orchestrator
+makes its pool only after that, and the trainer is attached to it.
+
+    engine = "memory_rig:make_engine", source = "memory_rig:make_source"
+    python bench/memory_rig.py SETTINGS_AS_JSON     (the orchestrator's role over gRPC)
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shmstage.errors import WaitTimeoutError
+from shmstage.events import write_json
+from shmstage.packing.fields import microbatch_layout
+from shmstage.packing.source import Source
+from shmstage.packing.trajectory import Group
+from shmstage.testing.simulated_input import InputSettings, SimulatedSource
+
+GO = "go"
+ROLES = ("orchestrator", "trainer")
+POLL_S = 0.002
+DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A directory: a file per role that is ready, and one that lets them go on."""
+
+    directory: Path
+
+    def ready(self, role: str) -> None:
+        (self.directory / role).touch()
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not (self.directory / GO).exists():
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(f"nobody wrote {self.directory / GO} within {DEADLINE_S:g} s")
+            time.sleep(POLL_S)
+
+    def everybody_is_ready(self) -> bool:
+        return all((self.directory / role).exists() for role in ROLES)
+
+    def open(self) -> None:
+        (self.directory / GO).touch()
+
+
+# --- plug-ins -------------------------------------------------------------------------------------------------
+
+
+def make_source(settings: Mapping[str, Any]) -> Source:
+    """``gate``, ``hold_nbytes`` (kept on purpose: what a leak would look like), the rest is ``InputSettings``'s."""
+    own = dict(settings)
+    gate, hold_nbytes = Gate(Path(own.pop("gate"))), own.pop("hold_nbytes", 0)
+    source = SimulatedSource(InputSettings(**own))
+    gate.ready("orchestrator")
+    gate.wait()
+    return Holding(source, hold_nbytes)
+
+
+class Holding:
+    """Another source, and so many bytes that nobody needs."""
+
+    replayable = True
+
+    def __init__(self, source: Source, nbytes: int) -> None:
+        self._source = source
+        self._kept = np.ones(nbytes, np.uint8)  # ones: pages of zeros would not be there until they are written
+
+    def groups(self, cursor: int) -> Iterator[Group]:
+        return iter(self._source.groups(cursor))
+
+
+def make_engine(settings: Mapping[str, Any]) -> Any:
+    """``gate``, ``kind`` and ``input`` (as ``InputSettings``); the rest is the simulated engine's."""
+    own = dict(settings)
+    gate, kind, given = Gate(Path(own.pop("gate"))), own.pop("kind"), InputSettings(**own.pop("input"))
+    if kind == "simulated":
+        from shmstage.testing.engines_simulated import make_engine as make_simulated
+
+        engine = make_simulated(own)
+    else:
+        engine = _compiled_optax_engine(given, own["checkpoint_dir"])
+    gate.ready("trainer")
+    return engine
+
+
+def _compiled_optax_engine(given: InputSettings, checkpoint_dir: str | None) -> Any:
+    """The engine that ships, with a loss that reads every byte of a micro-batch and needs no memory for it."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from shmstage.trainer.jax_seam import struct
+    from shmstage.trainer.optax_engine import OptaxEngine
+
+    layout = layout_of(given)
+    order = [field.name for field in layout.fields]
+
+    def loss_fn(params: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, Any, Any]:
+        means = jnp.stack([jnp.mean(batch[name].astype(jnp.float32)) for name in order])
+        return jnp.sum(params["w"] * means), jnp.sum(batch["completion_mask"]), {}
+
+    engine = OptaxEngine(loss_fn, {"w": np.ones(len(order), np.float32)}, optax.sgd(1e-3), checkpoint_dir=checkpoint_dir)
+    shardings = engine.shardings(layout)
+    engine.compile({field.name: struct(field.shape, field.dtype, shardings[field.name]) for field in layout.fields})
+    return engine
+
+
+def layout_of(given: InputSettings) -> Any:
+    """The slot's, as the orchestrator derives it from the first trajectory."""
+    optional = frozenset({"routing"}) if given.layers else frozenset()
+    return microbatch_layout(given.rows, given.tokens, optional=optional, layers=given.layers, top_k=given.top_k)
+
+
+# --- over gRPC ------------------------------------------------------------------------------------------------
+
+
+def orchestrate_over_grpc(said: Mapping[str, Any]) -> None:
+    """The orchestrator of ``grpc_path`` in a process of its own, as ours is; ``OUT/run.json`` names both."""
+    import os
+
+    import grpc_path
+
+    gate, out, given = Gate(Path(said["gate"])), Path(said["out"]), InputSettings(**said["input"])
+    trainer = subprocess.Popen(
+        [sys.executable, grpc_path.__file__, json.dumps(said["engine"])], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert trainer.stdout is not None
+        port = int(trainer.stdout.readline())
+        write_json(out / "run.json", {"pids": {"orchestrator": os.getpid(), "trainer": trainer.pid}})
+        gate.ready("trainer")
+        # the packer makes its buffers after its source: they are no part of the baseline, the trajectories are
+        grpc_path.SimulatedSource = lambda settings: make_source({**said["input"], "gate": said["gate"]})
+        packer = grpc_path.Packer(given)
+        client = grpc_path.Client(port, packer.layout, unary=said["unary"])
+        plan = grpc_path.Plan(said["mode"], said["steps"], said["microbatches"], False, 0.0)
+        grpc_path.drive(plan, packer, client)
+        digest = client.call("param_digest")["param_digest"]
+        client.call("shutdown")
+        client.close()
+        trainer.wait(60)
+    finally:
+        if trainer.poll() is None:
+            trainer.kill()
+        trainer.wait()
+    write_json(out / "summary.json", {"param_digest": digest})
+
+
+if __name__ == "__main__":
+    orchestrate_over_grpc(json.loads(sys.argv[1]))

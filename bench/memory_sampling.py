@@ -1,0 +1,165 @@
+"""Proportional set size of two processes while they work, read again and again by a thread of the bench.
+
+A page that n processes map counts 1/n, so that the sum over orchestrator and trainer counts the pool once. The kernel
+adds a whole process up (``smaps_rollup``); what one reading takes is part of the figures.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+from memory_rig import ROLES, Gate
+from results import spread
+
+from shmstage.errors import SettingsError
+from shmstage.events import read_json
+
+BASELINE_READINGS = 20
+POLL_S = 0.005
+#: of the rise to the peak: where there is less, the pool is not there yet, or not any more
+FLOWING = 0.5
+
+
+@dataclass(frozen=True)
+class Use:
+    """Bytes of one process, or of several: all, and of which kind."""
+
+    pss: int
+    anonymous: int
+    file: int
+    shared: int
+
+    def __add__(self, other: Use) -> Use:
+        return Use(*(getattr(self, name) + getattr(other, name) for name in Use.__annotations__))
+
+    def __sub__(self, other: Use) -> Use:
+        return Use(*(getattr(self, name) - getattr(other, name) for name in Use.__annotations__))
+
+    def to_json(self) -> dict[str, int]:
+        return {f"{name}_nbytes": getattr(self, name) for name in Use.__annotations__}
+
+
+NOTHING = Use(0, 0, 0, 0)
+_KEYS = {"Pss": "pss", "Pss_Anon": "anonymous", "Pss_File": "file", "Pss_Shmem": "shared"}
+
+
+def use_of(pid: int) -> Use:
+    """``NOTHING`` of a process that has ended, or is about to."""
+    found = dict.fromkeys(_KEYS.values(), 0)
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
+            name, _, value = line.partition(":")
+            if name in _KEYS:
+                found[_KEYS[name]] = 1024 * int(value.split()[0])
+    except (FileNotFoundError, ProcessLookupError):
+        return NOTHING
+    return Use(**found)
+
+
+@dataclass
+class Sampler:
+    """``with`` one of them around a run: it waits for the gate, reads the baseline, opens the gate and reads on."""
+
+    out: Path
+    gate: Gate
+    every_s: float
+    baseline: dict[str, Use] = field(default_factory=dict)
+    #: (seconds since the gate was opened, of each role)
+    samples: list[tuple[float, list[Use]]] = field(default_factory=list)
+    reading_s: list[float] = field(default_factory=list)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _error: BaseException | None = None
+
+    def __enter__(self) -> Sampler:
+        self._thread = threading.Thread(target=self._run, name="memory-sampler")
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, at: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
+        if raised is None and self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._sample()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.gate.open()  # whatever happened here, nobody is to wait any longer
+
+    def _sample(self) -> None:
+        while not self.gate.everybody_is_ready():
+            if self._over.wait(POLL_S):
+                return
+        pids = self._pids()
+        readings = []
+        for _ in range(BASELINE_READINGS):
+            readings.append([use_of(pid) for pid in pids])
+            self._over.wait(POLL_S)
+        self.baseline = {
+            role: Use(*(round(median(getattr(each[place], name) for each in readings)) for name in Use.__annotations__))
+            for place, role in enumerate(ROLES)
+        }
+        self.gate.open()
+        began = time.monotonic()
+        while not self._over.is_set():
+            at = time.monotonic()
+            uses = [use_of(pid) for pid in pids]
+            self.reading_s.append(time.monotonic() - at)
+            self.samples.append((at - began, uses))
+            self._over.wait(self.every_s)
+
+    def _pids(self) -> list[int]:
+        while not self._over.is_set():
+            try:
+                pids = read_json(self.out / "run.json")["pids"]
+                if all(pids.get(role) for role in ROLES):
+                    return [pids[role] for role in ROLES]
+            except (FileNotFoundError, SettingsError):
+                pass  # not written yet
+            self._over.wait(POLL_S)
+        return []
+
+    # --- what it saw ----------------------------------------------------------------------------------------
+
+    @property
+    def rises(self) -> list[tuple[float, Use]]:
+        """Over the baseline, both processes together."""
+        base = sum(self.baseline.values(), NOTHING)
+        return [(at, sum(uses, NOTHING) - base) for at, uses in self.samples]
+
+    def seen(self) -> dict[str, Any]:
+        """Peak over the baseline and its parts, growth while micro-batches flow, what reading took."""
+        rises = self.rises
+        at, peak = max(rises, key=lambda each: each[1].pss)
+        number = next(place for place, each in enumerate(rises) if each[0] == at)
+        per_role = {
+            role: (use - self.baseline[role]).to_json()
+            for role, use in zip(ROLES, self.samples[number][1], strict=True)
+        }
+        flowing = [use.pss for _, use in rises if use.pss > FLOWING * peak.pss]
+        third = max(1, len(flowing) // 3)
+        return {
+            "peak": peak.to_json(),
+            "peak_of": per_role,
+            "baseline": {role: use.to_json() for role, use in self.baseline.items()},
+            # from the middle third to the last: what each micro-batch left behind would add up there
+            "growth_nbytes": median(flowing[-third:]) - median(flowing[third : 2 * third] or flowing),
+            "reading_s": spread(self.reading_s),
+            "readings": len(rises),
+            "series": _thinned([(round(seconds, 3), use.pss) for seconds, use in rises]),
+        }
+
+
+def _thinned(series: list[tuple[float, int]], most: int = 200) -> list[tuple[float, int]]:
+    """The highest of each so many: a peak must not be lost."""
+    every = -(-len(series) // most)
+    return [max(series[start : start + every], key=lambda each: each[1]) for start in range(0, len(series), every)]
