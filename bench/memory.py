@@ -1,10 +1,13 @@
 """How much memory a micro-batch takes on its way: peak of orchestrator and trainer over what they need without it.
 
-Proportional set size of both processes together, read every few milliseconds while micro-batches flow, over a baseline,
-in multiples of the payload. The baseline is read of the same two processes in the same run, when both have imported
-what they need, the orchestrator holds its trajectories and the trainer's engine has compiled its programs for the very
-layout, but no pool exists: plug-ins (``memory_rig.py``) hold both there until it has been read. Everything after that
-counts: the pool, the device's copies, the runtime's own memory of a first execution, threads, queues.
+Proportional set size of both processes together, read again and again while micro-batches flow, over a baseline, in
+multiples of the payload; *high water* is the kernel's own mark of resident memory, which no reading can miss and which
+is at least the true peak (``memory_sampling.py``).
+
+The baseline is read of the same two processes in the same run, when both have imported what they need, the orchestrator
+holds its trajectories and the trainer's engine has compiled its programs for the very layout, but no pool exists:
+plug-ins (``memory_rig.py``) hold both there until it has been read. Everything after that counts: the pool, the
+device's copies, the runtime's own memory of a first execution, a checkpoint, threads, queues.
 
     python bench/memory.py [--payload 64MB,256MB] [--arms ...] [--steps 10] [--rounds 1] [--hold 0] [--json]
 
@@ -129,10 +132,7 @@ def figure_of(runs: list[dict[str, Any]], arm: str, payload_nbytes: int) -> dict
     return {
         "arm": arm, "path": path, "engine": kind, "mode": mode, "payload_nbytes": payload_nbytes,
         "peak_over_nbytes": spread(peaks), "of_payload": spread([peak / payload_nbytes for peak in peaks]),
-        # mapped files are code: how much of it is ours alone depends on who else runs the same libraries
-        "without_files_of_payload": spread(
-            [(r["peak"]["pss_nbytes"] - r["peak"]["file_nbytes"]) / payload_nbytes for r in runs]
-        ),
+        "high_water_of_payload": spread([r["high_water_nbytes"] / payload_nbytes for r in runs]),
         "growth_nbytes": spread([r["growth_nbytes"] for r in runs]), "reading_s": highest["reading_s"],
         "readings": highest["readings"], "peak": highest["peak"], "peak_of": highest["peak_of"],
         "baseline": highest["baseline"], "series": highest["series"],
@@ -156,14 +156,14 @@ def targets_of(figures: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def print_table(result: dict[str, Any]) -> None:
     print(machine_line(result["machine"]))
-    print(f"{'arm':<12}{'path':<7}{'order':<22}{'payload':>10}{'peak over':>13}{'in payloads':>13}{'without files':>15}"
+    print(f"{'arm':<12}{'path':<7}{'order':<22}{'payload':>10}{'peak over':>13}{'in payloads':>13}{'high water':>15}"
           f"{'orchestrator':>14}{'trainer':>11}{'growth':>10}{'a reading':>11}")  # fmt: skip
     for f in result["figures"].values():
         halves = [f["peak_of"][role]["pss_nbytes"] / 1e6 for role in ("orchestrator", "trainer")]
         print(
             f"{f['arm']:<12}{f['path']:<7}{f['mode']:<22}{f['payload_nbytes'] / 1e6:>7.1f} MB"
             f"{f['peak_over_nbytes']['median'] / 1e6:>10.1f} MB{f['of_payload']['median']:>13.2f}"
-            f"{f['without_files_of_payload']['median']:>15.2f}{halves[0]:>11.1f} MB{halves[1]:>8.1f} MB"
+            f"{f['high_water_of_payload']['median']:>15.2f}{halves[0]:>11.1f} MB{halves[1]:>8.1f} MB"
             f"{f['growth_nbytes']['median'] / 1e6:>7.2f} MB{1e3 * f['reading_s']['median']:>8.2f} ms"
         )
 
@@ -198,7 +198,7 @@ def main() -> int:
     parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}, with commas")
     parser.add_argument("--steps", type=int, default=10, help=f"of {MICROBATCHES_PER_STEP} micro-batches")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--every-ms", type=float, default=5.0, help="between two readings")
+    parser.add_argument("--every-ms", type=float, default=10.0, help="between two looks")
     parser.add_argument("--hold", type=parse_size, default=0, help="bytes that the source keeps on purpose")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the kept result")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")

@@ -110,10 +110,12 @@ def _compiled_optax_engine(given: InputSettings, checkpoint_dir: str | None) -> 
     order = [field.name for field in layout.fields]
 
     def loss_fn(params: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, Any, Any]:
-        means = jnp.stack([jnp.mean(batch[name].astype(jnp.float32)) for name in order])
-        return jnp.sum(params["w"] * means), jnp.sum(batch["completion_mask"]), {}
+        # each in its own dtype, wrapping around: XLA would write a converted copy of a field down, twice its size
+        sums = jnp.stack([jnp.sum(batch[name], dtype=batch[name].dtype).astype(jnp.float32) for name in order])
+        return jnp.sum(params["w"] * sums), jnp.sum(batch["completion_mask"]), {}
 
-    engine = OptaxEngine(loss_fn, {"w": np.ones(len(order), np.float32)}, optax.sgd(1e-3), checkpoint_dir=checkpoint_dir)
+    params = {"w": np.ones(len(order), np.float32)}
+    engine = OptaxEngine(loss_fn, params, optax.sgd(1e-3), checkpoint_dir=checkpoint_dir)
     shardings = engine.shardings(layout)
     engine.compile({field.name: struct(field.shape, field.dtype, shardings[field.name]) for field in layout.fields})
     return engine

@@ -1,7 +1,13 @@
 """Proportional set size of two processes while they work, read again and again by a thread of the bench.
 
 A page that n processes map counts 1/n, so that the sum over orchestrator and trainer counts the pool once. The kernel
-adds a whole process up (``smaps_rollup``); what one reading takes is part of the figures.
+adds a whole process up (``smaps_rollup``), which takes tens of milliseconds per gigabyte (``reading_s``), and meanwhile
+the process can map nothing: three quarters of the time are left to it.
+
+What a reading misses the kernel's high-water mark of resident memory has not: it is set back at the baseline, and read
+often since it costs nothing. Both marks, less the pool's pages that both processes have, are no less than the true
+peak: the two need not have been at their highest at once. Unlike the proportional size they do not move with who else
+on the machine runs the same libraries.
 """
 
 from __future__ import annotations
@@ -22,8 +28,8 @@ from shmstage.events import read_json
 
 BASELINE_READINGS = 20
 POLL_S = 0.005
-#: of the rise to the peak: where there is less, the pool is not there yet, or not any more
-FLOWING = 0.5
+#: of the rise to the peak: where there is less, not all buffers are there yet, or not any more
+FLOWING = 0.9
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,33 @@ def use_of(pid: int) -> Use:
 
 
 @dataclass
+class HighWater:
+    """Of one process, in bytes: resident memory at the baseline, most since then, most of it in pools."""
+
+    pid: int
+    before: int = 0
+    most: int = 0
+    pool: int = 0
+
+    def reset(self) -> None:
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+        self.before = self._status().get("VmRSS", 0)
+
+    def look(self) -> None:
+        status = self._status()
+        self.most = max(self.most, status.get("VmHWM", 0))
+        self.pool = max(self.pool, status.get("RssShmem", 0))
+
+    def _status(self) -> dict[str, int]:
+        try:
+            lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):
+            return {}
+        pairs = (line.split(":", 1) for line in lines if line.startswith(("VmRSS", "VmHWM", "RssShmem")))
+        return {name: 1024 * int(value.split()[0]) for name, value in pairs}
+
+
+@dataclass
 class Sampler:
     """``with`` one of them around a run: it waits for the gate, reads the baseline, opens the gate and reads on."""
 
@@ -73,6 +106,7 @@ class Sampler:
     #: (seconds since the gate was opened, of each role)
     samples: list[tuple[float, list[Use]]] = field(default_factory=list)
     reading_s: list[float] = field(default_factory=list)
+    high_water: list[HighWater] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _error: BaseException | None = None
 
@@ -81,7 +115,9 @@ class Sampler:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, at: TracebackType | None
+    ) -> None:
         self._over.set()
         self._thread.join()
         if raised is None and self._error is not None:
@@ -108,13 +144,20 @@ class Sampler:
             role: Use(*(round(median(getattr(each[place], name) for each in readings)) for name in Use.__annotations__))
             for place, role in enumerate(ROLES)
         }
+        self.high_water = [HighWater(pid) for pid in pids]
+        for each in self.high_water:
+            each.reset()
         self.gate.open()
         began = time.monotonic()
+        due = began
         while not self._over.is_set():
-            at = time.monotonic()
-            uses = [use_of(pid) for pid in pids]
-            self.reading_s.append(time.monotonic() - at)
-            self.samples.append((at - began, uses))
+            for each in self.high_water:
+                each.look()
+            if (at := time.monotonic()) >= due:
+                uses = [use_of(pid) for pid in pids]
+                self.reading_s.append(time.monotonic() - at)
+                self.samples.append((at - began, uses))
+                due = time.monotonic() + 3 * self.reading_s[-1]
             self._over.wait(self.every_s)
 
     def _pids(self) -> list[int]:
@@ -147,12 +190,14 @@ class Sampler:
         }
         flowing = [use.pss for _, use in rises if use.pss > FLOWING * peak.pss]
         third = max(1, len(flowing) // 3)
+        marks = self.high_water
         return {
+            "high_water_nbytes": sum(each.most - each.before for each in marks) - min(each.pool for each in marks),
             "peak": peak.to_json(),
             "peak_of": per_role,
             "baseline": {role: use.to_json() for role, use in self.baseline.items()},
-            # from the middle third to the last: what each micro-batch left behind would add up there
-            "growth_nbytes": median(flowing[-third:]) - median(flowing[third : 2 * third] or flowing),
+            # from the first third to the last: what each micro-batch left behind would add up there
+            "growth_nbytes": median(flowing[-third:]) - median(flowing[:third]),
             "reading_s": spread(self.reading_s),
             "readings": len(rises),
             "series": _thinned([(round(seconds, 3), use.pss) for seconds, use in rises]),

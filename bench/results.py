@@ -1,4 +1,4 @@
-"""What every script here shares: the machine it ran on, figures with their spread, verdicts, plots, and where they go."""
+"""What every script here shares: its machine, figures with their spread, verdicts, plots, and where they go."""
 
 from __future__ import annotations
 
