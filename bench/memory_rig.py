@@ -11,6 +11,7 @@ makes its pool only after that, and the trainer is attached to it.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from shmstage.errors import WaitTimeoutError
 from shmstage.events import write_json
@@ -131,35 +133,44 @@ def layout_of(given: InputSettings) -> Any:
 
 
 def orchestrate_over_grpc(said: Mapping[str, Any]) -> None:
-    """The orchestrator of ``grpc_path`` in a process of its own, as ours is; ``OUT/run.json`` names both."""
-    import os
+    """The orchestrator of ``grpc_path`` in a process of its own, as ours is; ``OUT/run.json`` names both.
 
+    Its loop is left as it is: it starts its trainer, then makes its source, which waits here as ours does, then buffers
+    and channel. The trajectories are in the baseline, the buffers are not.
+    """
     import grpc_path
 
     gate, out, given = Gate(Path(said["gate"])), Path(said["out"]), InputSettings(**said["input"])
-    trainer = subprocess.Popen(
-        [sys.executable, grpc_path.__file__, json.dumps(said["engine"])], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert trainer.stdout is not None
-        port = int(trainer.stdout.readline())
-        write_json(out / "run.json", {"pids": {"orchestrator": os.getpid(), "trainer": trainer.pid}})
+    trainers: list[int] = []
+
+    class Popen(subprocess.Popen[Any]):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            trainers.append(self.pid)
+
+    def make(self: SimulatedSource, settings: InputSettings) -> None:
+        make_ungated(self, settings)
+        _wait_until_listening(trainers[0])
+        write_json(out / "run.json", {"pids": {"orchestrator": os.getpid(), "trainer": trainers[0]}})
         gate.ready("trainer")
-        # the packer makes its buffers after its source: they are no part of the baseline, the trajectories are
-        grpc_path.SimulatedSource = lambda settings: make_source({**said["input"], "gate": said["gate"]})
-        packer = grpc_path.Packer(given)
-        client = grpc_path.Client(port, packer.layout, unary=said["unary"])
-        plan = grpc_path.Plan(said["mode"], said["steps"], said["microbatches"], False, 0.0)
-        grpc_path.drive(plan, packer, client)
-        digest = client.call("param_digest")["param_digest"]
-        client.call("shutdown")
-        client.close()
-        trainer.wait(60)
-    finally:
-        if trainer.poll() is None:
-            trainer.kill()
-        trainer.wait()
-    write_json(out / "summary.json", {"param_digest": digest})
+        gate.ready("orchestrator")
+        gate.wait()
+
+    make_ungated = SimulatedSource.__init__
+    subprocess.Popen = Popen  # type: ignore[misc]
+    SimulatedSource.__init__ = make  # type: ignore[method-assign]
+    plan = grpc_path.Plan(said["mode"], said["steps"], said["microbatches"], False, 0.0)
+    found = grpc_path.run(plan, given, said["engine"], unary=said["unary"])
+    write_json(out / "summary.json", {"param_digest": found["param_digest"]})
+
+
+def _wait_until_listening(pid: int) -> None:
+    """A server listens when its engine is there."""
+    process, deadline = psutil.Process(pid), time.monotonic() + DEADLINE_S
+    while not any(each.status == psutil.CONN_LISTEN for each in process.net_connections("tcp")):
+        if time.monotonic() > deadline:
+            raise WaitTimeoutError(f"the trainer {pid} did not listen within {DEADLINE_S:g} s")
+        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":
