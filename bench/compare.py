@@ -1,6 +1,6 @@
 """Two results of one script: what became faster or smaller, and what worse beyond the spread.
 
-    python bench/compare.py A.json B.json [--tolerance 0.05] [--json]
+    python bench/compare.py A.json B.json [--tolerance 0.05] [--all] [--json]
 
 Figures with a spread are judged: B's median lies outside A's least and greatest, and is worse by more than
 ``--tolerance``. Which way is better follows from the unit in a figure's name (``DIRECTIONS``); a name without one is
@@ -192,23 +192,32 @@ def _flat(tree: Any) -> dict[str, Any]:
     return found | {f"{name}.{key}": v for name, each in tree.items() for key, v in _flat(each).items()}
 
 
-def print_table(result: dict[str, Any]) -> None:
-    width = max(len(name) for name in result["figures"])
+def print_table(result: dict[str, Any], *, everything: bool) -> None:
+    """What is judged, and what moved; the rest is asked for."""
+    allowed = 1 + result["tolerance"]
+    shown = {
+        name: each
+        for name, each in result["figures"].items()
+        if everything or each["verdict"] != "not judged" or max(each["change"], 1 / each["change"]) > allowed
+    }
+    width = max([len(name) for name in shown], default=6)
     print(f"{'figure':<{width}}{'A':>12}{'B':>12}{'B / A':>9}  ")
-    for name, each in result["figures"].items():
+    for name, each in shown.items():
         print(f"{name:<{width}}{each['a']:>12.4g}{each['b']:>12.4g}{each['ratio']:>9.3f}  {each['verdict']}")
     for note in result["notes"]:
         print(note)
     for each in result["targets"]:
         if not each["met"] and each["name"].startswith("target "):
             print(f"{each['name']}: was met, is {each['value']:.6g} (target {each['target']:g})")
+    if left_out := len(result["figures"]) - len(shown):
+        print(f"{left_out} plain numbers that did not move are left out (--all)")
     print(f"{result['regressions']} regressions")
 
 
 def draw(result: dict[str, Any], figure: Any) -> None:
     """How many times worse, on a scale of logarithms; 1 is unchanged."""
-    colours = {"regression": "tab:red", "better": "tab:green", "same": "tab:grey", "not judged": "lightgrey"}
-    figures = result["figures"]
+    colours = {"regression": "tab:red", "better": "tab:green", "same": "tab:grey"}
+    figures = {name: each for name, each in result["figures"].items() if each["verdict"] != "not judged"}
     axes = figure.subplots()
     for place, each in enumerate(figures.values()):
         axes.plot([1.0, each["change"]], [place, place], color=colours[each["verdict"]], linewidth=3)
@@ -226,6 +235,7 @@ def main() -> int:
     parser.add_argument("b", type=Path, metavar="B.json", help="what it is")
     parser.add_argument("--tolerance", type=float, default=0.05, help="worse by less is no regression")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the kept result")
+    parser.add_argument("--all", action="store_true", help="also plain numbers that did not move")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args()
     try:
@@ -239,12 +249,12 @@ def main() -> int:
         "regressions": sum(not each["met"] for each in found["targets"]), **found,
     }  # fmt: skip
     path = keep("compare", result, args.results)
-    height = max(3.0, 0.2 * len(found["figures"]))
+    height = max(3.0, 0.2 * len(found["targets"]))
     result["notes"] += plot(path.with_suffix(".svg"), lambda figure: draw(result, figure), size=(9.0, height))
     if args.json:
         print(json.dumps(result))
     else:
-        print_table(result)
+        print_table(result, everything=args.all)
     return 1 if result["regressions"] else 0
 
 

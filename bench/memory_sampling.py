@@ -70,12 +70,13 @@ def use_of(pid: int) -> Use:
 
 @dataclass
 class HighWater:
-    """Of one process, in bytes: resident memory at the baseline, most since then, most of it in pools."""
+    """Of one process, in bytes: resident memory at the baseline and now, most since then, most of it in pools."""
 
     pid: int
     before: int = 0
     most: int = 0
     pool: int = 0
+    now: int = 0
 
     def reset(self) -> None:
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
@@ -83,6 +84,7 @@ class HighWater:
 
     def look(self) -> None:
         status = self._status()
+        self.now = status.get("VmRSS", 0)
         self.most = max(self.most, status.get("VmHWM", 0))
         self.pool = max(self.pool, status.get("RssShmem", 0))
 
@@ -107,6 +109,8 @@ class Sampler:
     samples: list[tuple[float, list[Use]]] = field(default_factory=list)
     reading_s: list[float] = field(default_factory=list)
     high_water: list[HighWater] = field(default_factory=list)
+    #: resident memory of both over the baseline, at each look
+    resident: list[int] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _error: BaseException | None = None
 
@@ -153,6 +157,7 @@ class Sampler:
         while not self._over.is_set():
             for each in self.high_water:
                 each.look()
+            self.resident.append(sum(each.now - each.before for each in self.high_water))
             if (at := time.monotonic()) >= due:
                 uses = [use_of(pid) for pid in pids]
                 self.reading_s.append(time.monotonic() - at)
@@ -188,7 +193,7 @@ class Sampler:
             role: (use - self.baseline[role]).to_json()
             for role, use in zip(ROLES, self.samples[number][1], strict=True)
         }
-        flowing = [use.pss for _, use in rises if use.pss > FLOWING * peak.pss]
+        flowing = [nbytes for nbytes in self.resident if nbytes > FLOWING * max(self.resident)]
         third = max(1, len(flowing) // 3)
         marks = self.high_water
         return {

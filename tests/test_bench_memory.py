@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 BENCH = Path(__file__).parents[1] / "bench"
@@ -44,15 +45,16 @@ def test_the_peak_is_that_of_both_together_and_growth_is_seen_past_the_ramp(
         return sampling.Use(pss, pss, 0, 0)
 
     sampler.baseline = {"orchestrator": use(100), "trainer": use(10)}
-    # together 290, 1,000 and up by one, 190: neither's own highest, 900 and 510, is at the peak
-    both = [(300, 100), *((610 + n, 500) for n in range(9)), (100, 200)]
+    # together 290, 990, 1,000, 190: neither's own highest is at the peak
+    both = [(300, 100), (700, 400), (600, 510), (100, 520)]
     sampler.samples = [(float(at), [use(one), use(other)]) for at, (one, other) in enumerate(both)]
     sampler.reading_s = [0.01]
+    sampler.resident = [10, 400, 899, *range(1000, 991, -1), 700]  # shrinks by 1 each time, past the ramp
     sampler.high_water = [sampling.HighWater(1, 50, 700, 400), sampling.HighWater(2, 60, 560, 300)]
     seen = sampler.seen()
-    assert seen["peak"]["pss_nbytes"] == 1008
-    assert [seen["peak_of"][role]["pss_nbytes"] for role in ("orchestrator", "trainer")] == [518, 490]
-    assert seen["growth_nbytes"] == 6  # 1,001 in the first third, 1,007 in the last
+    assert seen["peak"]["pss_nbytes"] == 1000
+    assert [seen["peak_of"][role]["pss_nbytes"] for role in ("orchestrator", "trainer")] == [500, 500]
+    assert seen["growth_nbytes"] == 993 - 999  # of the last third and of the first
     assert seen["high_water_nbytes"] == 650 + 500 - 300  # what both map of the pool is there once
 
 
@@ -80,6 +82,29 @@ def test_nobody_passes_the_gate_before_the_baseline_has_been_read(
         assert sampler.baseline.keys() == set(rig.ROLES)
         assert all(use.pss > 0 for use in sampler.baseline.values())
     waiting.join()
+
+
+@pytest.mark.slow
+def test_the_engine_is_compiled_before_it_is_ready(
+    bench: Callable[[str], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    jax = pytest.importorskip("jax")
+    pytest.importorskip("optax")
+    rig = bench("memory_rig")
+    given = {"rows": 2, "tokens": 48, "layers": 3, "top_k": 2, "experts": 16}
+    with jax.log_compiles(True):
+        settings = {"gate": str(tmp_path), "kind": "optax", "input": given, "checkpoint_dir": None}
+        engine = rig.make_engine(settings)
+        assert (tmp_path / "trainer").exists() and "Compiling jit(forward)" in caplog.text
+        layout = rig.layout_of(bench("memory").InputSettings(**given))
+        placed = engine.shardings(layout)
+        batch = {
+            field.name: jax.device_put(np.ones(field.shape, field.dtype), placed[field.name]) for field in layout.fields
+        }
+        caplog.clear()
+        engine.fwd_bwd(batch)
+        engine.update().block_until_ready()
+    assert "Compiling" not in caplog.text
 
 
 def test_a_run_that_fails_before_it_is_ready_leaves_no_sampler_behind(
