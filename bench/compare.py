@@ -45,6 +45,7 @@ DIRECTIONS: tuple[tuple[str, str, Better, float], ...] = (
     ("begins", "of_", "lower", 1e-9),
     ("ends", "of_payload", "lower", 1e-9),
     ("ends", "of_dense", "lower", 1e-9),
+    ("ends", "_payloads", "lower", 1e-9),
 )
 #: of the machine, what moves by itself
 PASSING = ("load", "available_gb")

@@ -91,7 +91,12 @@ def run_grpc(given: InputSettings, arm: str, args: argparse.Namespace, out: Path
         "gate": str(gate.directory), "out": str(out), "mode": mode, "unary": path == "unary", "steps": args.steps,
         "microbatches": MICROBATCHES_PER_STEP, "input": asdict(given), "engine": {"microbatch_s": MICROBATCH_S},
     }  # fmt: skip
-    subprocess.run([sys.executable, str(Path(__file__).with_name("memory_rig.py")), json.dumps(said)], check=True)
+    command = [sys.executable, str(Path(__file__).with_name("memory_rig.py")), json.dumps(said)]
+    # a pipe that only this process holds open: it ends when we do
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as orchestrator:
+        code = orchestrator.wait()
+    if code:
+        raise subprocess.CalledProcessError(code, command)
 
 
 PATHS = {"shm": run_shm, "grpc": run_grpc, "unary": run_grpc}

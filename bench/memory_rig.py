@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -156,12 +158,20 @@ def orchestrate_over_grpc(said: Mapping[str, Any]) -> None:
         gate.ready("orchestrator")
         gate.wait()
 
+    threading.Thread(target=_end_with_the_bench, args=(trainers,), daemon=True).start()
     make_ungated = SimulatedSource.__init__
     subprocess.Popen = Popen  # type: ignore[misc]
     SimulatedSource.__init__ = make  # type: ignore[method-assign]
     plan = grpc_path.Plan(said["mode"], said["steps"], said["microbatches"], False, 0.0)
     found = grpc_path.run(plan, given, said["engine"], unary=said["unary"])
     write_json(out / "summary.json", {"param_digest": found["param_digest"]})
+
+
+def _end_with_the_bench(trainers: list[int]) -> None:
+    sys.stdin.read()
+    for pid in trainers:
+        os.kill(pid, signal.SIGKILL)
+    os._exit(1)
 
 
 def _wait_until_listening(pid: int) -> None:
