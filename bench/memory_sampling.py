@@ -205,7 +205,11 @@ class Sampler:
             "growth_nbytes": median(flowing[-third:]) - median(flowing[:third]),
             "reading_s": spread(self.reading_s),
             "readings": len(rises),
-            "series": _thinned([(round(seconds, 3), use.pss) for seconds, use in rises]),
+            "series": _thinned([
+                (round(seconds, 3), use.pss)
+                for (seconds, use), (_, uses) in zip(rises, self.samples, strict=True)
+                if NOTHING not in uses  # one of them has ended
+            ]),
         }
 
 

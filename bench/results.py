@@ -32,7 +32,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_gb": round(memory / 1e9, 1),
-        "available_gb": round(_available_nbytes() / 1e9, 1),
+        "available_gb": round(available_nbytes() / 1e9, 1),
         "machine": platform.machine(),
         "kernel": platform.release(),
         "python": platform.python_version(),
@@ -57,7 +57,8 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()  # arm says no name there
 
 
-def _available_nbytes() -> int:
+def available_nbytes() -> int:
+    """What the kernel thinks can be had without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -33,6 +34,12 @@ def test_the_limit_is_the_pool_the_device_buffers_and_64_mib(bench: Callable[[st
     assert memory.limit_of(1 << 28) == (3 + 1 + 2) * (1 << 28) + (64 << 20)
     figures = {"a": figure(6.25), "b": figure(6.26), "g": figure(10.0, "grpc")}
     assert [each["met"] for each in memory.targets_of(figures)] == [True, False]  # gRPC has no target to meet
+
+
+def test_an_arm_that_has_no_room_is_left_out_and_named(bench: Callable[[str], Any], tmp_path: Path) -> None:
+    asked = argparse.Namespace(payload=[1 << 50], rounds=1, steps=3, hold=0, every_ms=1.0)
+    found = bench("memory").measure(["optax", "pickled"], asked, tmp_path)
+    assert not found["figures"] and "optax, pickled left out at " in found["notes"][0]
 
 
 def test_the_peak_is_that_of_both_together_and_growth_is_seen_past_the_ramp(
