@@ -47,7 +47,6 @@ from results import RESULTS, keep, machine, print_targets, spread, verdict  # no
 
 NEEDED = ("numpy", "ml_dtypes", "msgpack", "psutil", "xxhash", "jax", "shmstage._native")
 NEEDED_BY_RIG = ("zmq", "pydantic", "rich", "safetensors")
-RUN = f"gpu-upload-{os.getpid()}"
 MIB = 1 << 20
 #: (real, rehearsal)
 SIZES = ([16 * MIB, 128 * MIB, 512 * MIB, 1024 * MIB, 2048 * MIB], [MIB // 16, MIB])
@@ -91,7 +90,7 @@ def registering(device: Any) -> Callable[[], Any]:
 
 
 @contextmanager
-def slots_of(fields: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[tuple[Any, Any, Any]]:
+def slots_of(run: str, fields: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[tuple[Any, Any, Any]]:
     """A pool of two slots, its layout, and a reader of it."""
     from shmstage.errors import PoolError
     from shmstage.memory.identity import ProcessIdentity
@@ -100,7 +99,6 @@ def slots_of(fields: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[tupl
     from shmstage.memory.reader import PoolReader
 
     with ExitStack() as stack:
-        run = f"{RUN}-{os.getpid()}"
         identity = ProcessIdentity.create(run, "bench")
         stack.callback(identity.close)
         layout = Layout.of(dict(fields))
@@ -117,11 +115,11 @@ def part_uploads(given: Mapping[str, Any]) -> dict[str, Any]:
     """Bandwidth, overlap and poison with one kind of client."""
     device = device_of(given)
     found: dict[str, Any] = {"uploads": {}, "overlap": {}, "poison": {}, "problems": []}
-    with slots_of({"words": ("uint32", (max(given["sizes"]) // 4,))}) as (pool, layout, reader):
+    with slots_of(given["run"], {"words": ("uint32", (max(given["sizes"]) // 4,))}) as (pool, layout, reader):
         measure_uploads(device, pool, layout, reader, given, found)
     for arm in ("pageable", "registered", "control"):
         fields = {"words": ("uint32", (given["poison"]["nbytes"] // 4,)), "tail": ("uint32", (1000,))}
-        with slots_of(fields) as (pool, layout, reader):
+        with slots_of(given["run"], fields) as (pool, layout, reader):
             found["poison"][arm] = poisoned(device, pool, layout, reader, given["poison"]["count"], arm)
     return found
 
@@ -314,7 +312,7 @@ def part_rig(given: Mapping[str, Any]) -> dict[str, Any]:
         out = Path(given["work"]) / f"rig-{number}"
         source = {name: shape[name] for name in ("rows", "tokens", "layers", "top_k", "experts")}
         settings = Settings(
-            run=f"{RUN}-rig-{os.getpid()}-{number}", out=out, boundary=mode,  # type: ignore[arg-type]
+            run=f"{given['run']}-{number}", out=out, boundary=mode,  # type: ignore[arg-type]
             rows=shape["rows"], tokens=shape["tokens"], steps=shape["steps"], aux_slots=0, latch=False,
             engine="shmstage.testing.engines_timed:make_engine",
             engine_settings={"side": given["matrix"], **{n: shape[n] for n in ("microbatch_s", "update_s")}},
@@ -424,11 +422,17 @@ def targets_of(figures: Mapping[str, Any], sizes: list[int]) -> list[dict[str, A
     return found
 
 
+def tidy(runs: list[str]) -> None:
+    from shmstage.memory.sweep import sweep
+
+    for run in runs:
+        sweep(run)
+
+
 def measure(args: argparse.Namespace, work: Path) -> tuple[dict[str, Any], list[int]]:
-    began = time.monotonic()
     sizes, rig, notes = sizes_that_fit(args.cpu)
     base = {"cpu": args.cpu, "sizes": sizes, "rounds": ROUNDS[args.cpu], "poison": POISON[args.cpu], "rig": rig,
-            "matrix": MATRIX[args.cpu]}  # fmt: skip
+            "matrix": MATRIX[args.cpu], "run": f"gpu-upload-{os.getpid()}"}  # fmt: skip
     parts: dict[str, Any] = {}
     problems: list[str] = []
     plan: dict[str, tuple[str, dict[str, Any]]]
@@ -438,12 +442,14 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[dict[str, Any], list[
         notes.append(f"the rig is left out, packages are missing: {', '.join(missing)}")
         plan.pop("rig", None)
     for title, (part, more) in plan.items():
-        limit_s = min(LIMITS_S[title], args.budget_s - (time.monotonic() - began) - 10.0)
+        limit_s = min(LIMITS_S[title], args.until - time.monotonic() - 10.0)
         print(f"{title}: at most {limit_s:.0f} s", file=sys.stderr)
         if limit_s < 20.0:
             problems.append(f"{title}: no time left of --budget-s {args.budget_s:g}")
             continue
         parts[title], error = run_part(part, {**base, **more}, limit_s, work)
+        if error:  # who was killed could not tidy up
+            tidy([base["run"], *(f"{base['run']}-{number}" for number in range(rig["rounds"] * len(MODES)))])
         # that client is an experiment: this JAX may not know the option
         if error:
             (notes if title == "direct" and "create_option" in error else problems).append(f"{title}: {error}")
@@ -474,7 +480,9 @@ def told(value: Any) -> str:
 
 
 def plot(result: Mapping[str, Any], path: Path) -> bool:
-    """GB/s by size; False without matplotlib."""
+    """GB/s by size, if it was measured; False without matplotlib."""
+    if not any(name.startswith("upload ") for name in result["figures"]):
+        return True
     if importlib.util.find_spec("matplotlib") is None:
         return False
     import matplotlib
@@ -510,6 +518,7 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.only.split(",")) - set(LIMITS_S):
         parser.error(f"--only {', '.join(sorted(unknown))}: want some of {', '.join(LIMITS_S)}")
+    args.until = time.monotonic() + args.budget_s
     if args.part:
         given = json.loads(args.given)
         Path(given["result"]).write_text(json.dumps(PARTS[args.part](given)))

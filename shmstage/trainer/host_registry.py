@@ -31,4 +31,5 @@ def registry_for(devices: Collection[Any]) -> HostRegistry:
     version = " ".join(str(local[0].client.platform_version).split())
     if "rocm" in version.lower():
         raise HostRegistrationError(f"no CUDA runtime: the devices are driven by {version[:80]}")
-    return CudaHostRegistry(min(int(device.local_hardware_id or 0) for device in local))
+    # JAX says -1 or nothing where it does not know
+    return CudaHostRegistry(max(0, min(int(device.local_hardware_id or 0) for device in local)))
