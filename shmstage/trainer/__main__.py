@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import final
 
 from shmstage.child import Lifeline, run_child
@@ -15,6 +16,7 @@ from shmstage.errors import PoolError, ShmstageError
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.sweep import sweep
 from shmstage.settings import Settings
+from shmstage.trainer.attachment import Attachment
 from shmstage.trainer.load import load_engine
 from shmstage.trainer.worker import Worker
 from shmstage.transport.endpoints import endpoint_for
@@ -59,6 +61,7 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
             timeout_s=WORKER_PATIENCE * settings.call_timeout_s,
             cancelled=lambda: server.hello_waiting or ending.is_due(),
             numa=settings.numa,
+            attach=partial(Attachment, host_register=settings.host_register),
         )
         stack.callback(worker.close)
         while not worker.finished and not ending.is_due():

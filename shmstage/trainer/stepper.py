@@ -81,6 +81,11 @@ class Stepper:
             raise GateClosedError("no pool is attached; say hello first")
         return self.current
 
+    @property
+    def host_memory(self) -> dict[str, object] | None:
+        """Whether the pool is registered with the device runtime, as plain facts; ``None`` without a pool."""
+        return self.current.registration.as_facts() if self.current is not None else None
+
     # --- commands -------------------------------------------------------------------------------------------
 
     def fwd_bwd(self, handle: Handle, *, defer_update: bool) -> dict[str, Any]:

@@ -13,8 +13,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-import jax
-
 from shmstage.errors import CheckpointError, EngineError, PeerRestartedError, PoolError, ProtocolError, ShmstageError
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.reservation import Numa
@@ -27,6 +25,7 @@ from shmstage.trainer.device_buffers import DeviceBuffers
 from shmstage.trainer.digests import param_digest
 from shmstage.trainer.engine import EVALUATE, SCORE, TRAIN, TrainEngine, compile_for, restored
 from shmstage.trainer.gate import COMMANDS, Gate
+from shmstage.trainer.jax_seam import local_devices
 from shmstage.trainer.scoring import Scorer, as_numbers
 from shmstage.trainer.snapshots import Snapshots
 from shmstage.trainer.stepper import Stepper
@@ -63,6 +62,7 @@ class Worker:
         timeout_s: float = 600.0,
         cancelled: Callable[[], bool] = lambda: False,
         numa: Numa = "default",
+        attach: Callable[[Hello, TrainEngine], Attachment] = Attachment,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
@@ -71,6 +71,7 @@ class Worker:
         self._identity = identity
         self._incarnation = incarnation
         self._numa = numa
+        self._attach = attach
         self._timeout_s = timeout_s
         self._clock_ns = clock_ns
         self._wall_s = wall_s
@@ -112,7 +113,7 @@ class Worker:
         if current is not None and hello.epoch < current.epoch:
             raise PeerRestartedError(f"epoch {hello.epoch} says hello, but epoch {current.epoch} has taken over")
         if current is None or (hello.epoch, hello.pool) != (current.epoch, current.pool):
-            attachment = self._guarded("hello", lambda: Attachment(hello, self._engine)) if hello.pool else None
+            attachment = self._guarded("hello", lambda: self._attach(hello, self._engine)) if hello.pool else None
             try:
                 self._detach()
             except BaseException:
@@ -304,10 +305,9 @@ class Worker:
 
     def _describe(self) -> Result:
         state = self._gate.state
-        devices = jax.local_devices()
         return {
-            "platform": devices[0].platform,
-            "devices": [str(device) for device in devices],
+            **local_devices(),
+            "host_memory": self._stepper.host_memory,
             "engine": type(self._engine).__name__,
             "snapshots": not self._waits_for_snapshots,
             "optional": [name for name in OPTIONAL if getattr(self._engine, name, None)],
