@@ -28,13 +28,11 @@ from typing import Any
 
 import grpc
 import numpy as np
+from packed_input import PackedInput
 
 from shmstage.memory.aligned import aligned_buffer
 from shmstage.memory.layout import Layout
-from shmstage.packing.fields import microbatch_layout, optional_fields
-from shmstage.packing.fill import fill_microbatch
-from shmstage.packing.plan import Planner, PlanSettings
-from shmstage.testing.simulated_input import InputSettings, SimulatedSource
+from shmstage.testing.simulated_input import InputSettings
 
 PIECE_NBYTES = 4_000_000
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -198,6 +196,8 @@ def serve(settings: dict[str, Any]) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     print(port, flush=True)
+    # whoever started this has gone when its end of the pipe is closed
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     over.wait()
     server.stop(1.0).wait()
 
@@ -206,31 +206,15 @@ def serve(settings: dict[str, Any]) -> None:
 
 
 class Packer:
-    """Micro-batches in order, each packed natively into one of a few warm buffers."""
+    """Micro-batches in order, each packed into one of a few warm buffers."""
 
     def __init__(self, settings: InputSettings, buffers: int) -> None:
-        #: seconds each took
-        self.pack_s: list[float] = []
-        groups = list(SimulatedSource(settings).groups(0))
-        planner = Planner(PlanSettings(rows=settings.rows, tokens=settings.tokens))
-        self._trajectories = dict(enumerate(t for group in groups for t in group.trajectories))
-        self._plans = []
-        for number, trajectory in self._trajectories.items():
-            planner.add(number, trajectory.length)
-            if (number + 1) % settings.rows == 0:
-                self._plans += planner.close_window()
-        first = self._trajectories[0]
-        self.layout = microbatch_layout(
-            settings.rows, settings.tokens, optional=optional_fields(first), layers=settings.layers,
-            top_k=settings.top_k,
-        )  # fmt: skip
-        self._buffers = cycle([aligned_buffer(self.layout.payload_nbytes) for _ in range(buffers)])
-        self._next = cycle(self._plans)
+        self.input = PackedInput(settings)
+        self._buffers = cycle([aligned_buffer(self.input.layout.payload_nbytes) for _ in range(buffers)])
 
     def pack(self) -> np.ndarray[Any, Any]:
-        buffer, began = next(self._buffers), time.monotonic()
-        fill_microbatch(next(self._next), self._trajectories, self.layout.views(buffer, 0))
-        self.pack_s.append(time.monotonic() - began)
+        buffer = next(self._buffers)
+        self.input.pack_into(buffer)
         return buffer
 
 
@@ -298,12 +282,13 @@ def run(plan: Plan, source: InputSettings, engine: dict[str, Any], *, unary: boo
     """One run to its end; ``engine`` is the ``[engine]`` table, its ``record`` is read by the caller."""
     settings = {"engine": engine, "device_buffers": plan.device_buffers, "receiving": plan.receiving}
     child = subprocess.Popen(
-        [sys.executable, str(Path(__file__)), json.dumps(settings)], stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, str(Path(__file__)), json.dumps(settings)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
     try:
         packer = Packer(source, plan.packing)
         assert child.stdout is not None
-        client = Client(int(child.stdout.readline()), packer.layout, unary=unary)
+        client = Client(int(child.stdout.readline()), packer.input.layout, unary=unary)
         metrics = drive(plan, packer, client)
         digest, arrivals = client.call("param_digest")["param_digest"], client.call("arrivals")["arrival_s"]
         client.call("shutdown")
@@ -313,12 +298,13 @@ def run(plan: Plan, source: InputSettings, engine: dict[str, Any], *, unary: boo
         if child.poll() is None:
             child.kill()
         child.wait()
-        assert child.stdout is not None
-        child.stdout.close()
+        for pipe in (child.stdin, child.stdout):
+            assert pipe is not None
+            pipe.close()
     return {
         "param_digest": digest,
         "arrival_s": arrivals,
-        "pack_s": packer.pack_s,
+        "pack_s": packer.input.pack_s,
         "losses": [m["loss"] for m in metrics],
         "denominators": [m["denominator"] for m in metrics],
     }

@@ -28,6 +28,7 @@ Array = np.ndarray[Any, Any]
 Blocks = Literal["never", "two deep", "until last done"]
 MASK = "completion_mask"
 KEEPS = ("copies", "hashes")
+PLATFORM = "simulated"
 #: of each field's 8-byte words, one in so many goes into the hash; 1 with ``digest = "full"``
 SAMPLED = 64
 
@@ -70,12 +71,16 @@ def make_engine(settings: Mapping[str, Any]) -> SimulatedEngine:
     known = {f.name for f in fields(SimulatedSettings)}
     if unknown := sorted(set(settings) - known):
         raise SettingsError(f"[engine] does not know {', '.join(unknown)}; the simulated engine has {sorted(known)}")
+    config: Any = jax.config
+    if config.jax_platforms == PLATFORM:
+        # JAX_PLATFORMS tells the budget that device buffers are no memory of this machine; to jax it would be unknown
+        config.update("jax_platforms", "cpu")
     return SimulatedEngine(SimulatedSettings(**settings))
 
 
 @dataclass(frozen=True)
 class _Place:
-    platform: str = "simulated"
+    platform: str = PLATFORM
 
 
 @final
