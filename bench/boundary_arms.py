@@ -50,7 +50,7 @@ MICROBATCH_S, UPDATE_S, BOOKKEEPING_S, UPLOAD_NBYTES_PER_S = 13.38, 1.5, 5.75, 5
 #: it also says how long a payload takes to the trainer's host, and then onto the device
 ARRIVAL_S, PLACING_S = (4.0, 7.6), 3.7
 CHECKPOINT_S = 5.0
-#: payloads beyond this are not kept twice, and most of their trajectories share routing
+#: beyond this an uploaded payload is not kept, there are two of them, and most trajectories share routing
 LARGE_NBYTES = 1_000_000_000
 LARGE_ROUTINGS = 16
 #: boundaries of a run that are left out: everything is touched for the first time there
@@ -70,8 +70,8 @@ class Rig:
     def of(cls, scale: float, payload_nbytes: float, *, slots: int = 3, device_buffers: int = 2) -> Rig:
         tokens = max(2, round(payload_nbytes / scale / (ROWS * TOKEN_NBYTES)))
         large = ROWS * tokens * TOKEN_NBYTES > LARGE_NBYTES
-        routings = LARGE_ROUTINGS if large else 0
-        source = InputSettings(ROWS, tokens, layers=LAYERS, top_k=TOP_K, experts=EXPERTS, routings=routings)
+        routing = {"layers": LAYERS, "top_k": TOP_K, "experts": EXPERTS, "routings": LARGE_ROUTINGS if large else 0}
+        source = InputSettings(ROWS, tokens, microbatches=2 if large else 3, **routing)
         return cls(scale, source, slots, device_buffers)
 
     @property
