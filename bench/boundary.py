@@ -46,7 +46,7 @@ from boundary_plot import plot
 from results import RESULTS, keep, machine, print_targets, spread, verdict
 
 from shmstage.budget.sizes import parse_size
-from shmstage.errors import InputError
+from shmstage.errors import InputError, ShmstageError
 from shmstage.memory.limits import read_limits
 
 #: what every run of the same steps has to agree in
@@ -88,15 +88,20 @@ def measure(rig: Rig, paths: dict[str, str], args: argparse.Namespace, work: Pat
                     what = f"{variant}, {count} per step, round {number + 1} of {args.rounds}: {arm}"
                     print(what, file=sys.stderr)
                     out = work / f"{variant}-{count}-{number}-{ARMS[arm][1]}"
-                    run = measured(rig, path, ARMS[arm][1], variant, count, args.steps, out)
+                    try:
+                        run = measured(rig, path, ARMS[arm][1], variant, count, args.steps, out)
+                    except ShmstageError as error:  # what others measured is not lost with it
+                        problems.append(f"{what}: {type(error).__name__}: {error}")
+                        continue
                     faults = faults_of(run, wanted, rig.payload_nbytes, count)
                     problems += [f"{what}: {fault}" for fault in faults[:SHOWN_FAULTS]]
                     runs[arm].append(run)
             trained = {json.dumps([r[key] for key in EXACT]) for of_arm in runs.values() for r in of_arm}
-            if len(trained) != 1:
+            if len(trained) > 1:
                 problems.append(f"{variant}, {count} per step: the arms trained {len(trained)} different things")
             for arm, path in paths.items():
-                figures[f"{arm} {variant} {count}"] = figure_of(runs[arm], arm, path, variant, count)
+                if runs[arm]:
+                    figures[f"{arm} {variant} {count}"] = figure_of(runs[arm], arm, path, variant, count)
     return {"figures": figures, "problems": problems}
 
 

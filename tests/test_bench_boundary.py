@@ -9,12 +9,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shmstage.errors import BudgetError
+from shmstage.errors import BudgetError, RunFailedError
 from shmstage.memory.limits import Limit
 from shmstage.testing import simulated_device
 from shmstage.testing.engines_simulated import SimulatedEngine, SimulatedSettings
@@ -130,6 +131,27 @@ def test_an_estimate_is_compared_with_the_boundary_before_its_line(bench: Bench)
     lines.append({"step": 3, "boundary_idle_s": 0.001})
     boundaries = [{"step": 1, "idle_ns": 1_000_000}, {"step": 2, "idle_ns": 2_000_000}]
     assert bench("boundary_checks").estimate_errors_s(lines, boundaries) == pytest.approx([0.002, -0.001])
+
+
+def test_an_arm_that_ends_in_an_error_is_a_problem_and_the_others_are_kept(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    boundary = bench("boundary")
+    run, payload_nbytes = trained(bench)
+    run |= {"param_digest": "p", "idle_s": [0.007], "step_s": [0.2], "pack_s": [0.0], "placed_s": [0.0]}
+    run |= {"told_late_s": 0.0, "arrival_s": [0.0]}
+
+    def measured(rig: Any, path: str, *rest: Any) -> Run:
+        if path == "shm":
+            raise RunFailedError("seeded")
+        return run
+
+    monkeypatch.setattr(boundary, "measured", measured)
+    rig = SimpleNamespace(source=INPUT, payload_nbytes=payload_nbytes)
+    args = SimpleNamespace(variants=["plain"], microbatches=[PER_STEP], steps=STEPS, rounds=1)
+    found = boundary.measure(rig, {"A0": "grpc", "A3": "shm"}, args, tmp_path)
+    assert list(found["figures"]) == ["A0 plain 2"]
+    assert found["problems"] == ["plain, 2 per step, round 1 of 1: A3: RunFailedError: seeded"]
 
 
 def test_the_serial_arm_is_the_one_that_waits_less(bench: Bench) -> None:
