@@ -46,7 +46,7 @@ from boundary_plot import plot
 from results import RESULTS, keep, machine, print_targets, spread, verdict
 
 from shmstage.budget.sizes import parse_size
-from shmstage.errors import InputError, ShmstageError
+from shmstage.errors import InputError, ShmstageError, StoppedError
 from shmstage.memory.limits import read_limits
 
 #: what every run of the same steps has to agree in
@@ -90,6 +90,8 @@ def measure(rig: Rig, paths: dict[str, str], args: argparse.Namespace, work: Pat
                     out = work / f"{variant}-{count}-{number}-{ARMS[arm][1]}"
                     try:
                         run = measured(rig, path, ARMS[arm][1], variant, count, args.steps, out)
+                    except StoppedError:
+                        raise
                     except ShmstageError as error:  # what others measured is not lost with it
                         problems.append(f"{what}: {type(error).__name__}: {error}")
                         continue
@@ -234,6 +236,9 @@ def main() -> int:
     except InputError as error:
         print(f"boundary.py: {error}", file=sys.stderr)
         return 2
+    except StoppedError as error:
+        print(f"boundary.py: {error}", file=sys.stderr)
+        return 130
     result = {
         "machine": machine(), "scale": args.scale, "payload_nbytes": rig.payload_nbytes, "steps": args.steps,
         "rounds": args.rounds, "slots": rig.slots, "device_buffers": rig.device_buffers, "device_keeps": rig.keeps,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmstage.errors import BudgetError, RunFailedError
+from shmstage.errors import BudgetError, RunFailedError, StoppedError
 from shmstage.memory.limits import Limit
 from shmstage.testing import simulated_device
 from shmstage.testing.engines_simulated import SimulatedEngine, SimulatedSettings
@@ -141,9 +141,11 @@ def test_an_arm_that_ends_in_an_error_is_a_problem_and_the_others_are_kept(
     run |= {"param_digest": "p", "idle_s": [0.007], "step_s": [0.2], "pack_s": [0.0], "placed_s": [0.0]}
     run |= {"told_late_s": 0.0, "arrival_s": [0.0]}
 
+    seeded: Exception = RunFailedError("seeded")
+
     def measured(rig: Any, path: str, *rest: Any) -> Run:
         if path == "shm":
-            raise RunFailedError("seeded")
+            raise seeded
         return run
 
     monkeypatch.setattr(boundary, "measured", measured)
@@ -152,6 +154,9 @@ def test_an_arm_that_ends_in_an_error_is_a_problem_and_the_others_are_kept(
     found = boundary.measure(rig, {"A0": "grpc", "A3": "shm"}, args, tmp_path)
     assert list(found["figures"]) == ["A0 plain 2"]
     assert found["problems"] == ["plain, 2 per step, round 1 of 1: A3: RunFailedError: seeded"]
+    seeded = StoppedError("stopped by SIGTERM")
+    with pytest.raises(StoppedError):  # nobody who stops the script wants the next arm
+        boundary.measure(rig, {"A3": "shm"}, args, tmp_path)
 
 
 def test_the_serial_arm_is_the_one_that_waits_less(bench: Bench) -> None:
