@@ -103,7 +103,7 @@ def test_a_rig_is_scaled_in_bytes_and_seconds_alike(tmp_path: Path, bench: Calla
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_boundary_rig_runs_and_leaves_out_what_it_has_no_package_for(tmp_path: Path) -> None:
-    shape = "--scale 2000 --microbatches 2 --variants plain --steps 4 --rounds 1 --arms A0,S0,A3"
+    shape = "--scale 2000 --microbatches 2 --variants plain --steps 4 --rounds 1 --arms A0,S0,A3 --serial-over stream"
     done = subprocess.run(
         [sys.executable, str(BENCH / "boundary.py"), *shape.split(), "--results", str(tmp_path), "--json"],
         capture_output=True, text=True, timeout=110,
