@@ -42,7 +42,7 @@ from typing import Any
 from boundary_arms import ARMS, ARRIVAL_S, PLACING_S, STRONGER, VARIANTS, WARM_UP, Rig, measured
 from boundary_checks import contents_of, expected, faults_of
 from boundary_memory import MAX_MESSAGE_NBYTES, check_memory
-from boundary_plot import plot
+from boundary_plot import draw_variants
 from results import RESULTS, keep, machine, print_targets, spread, verdict
 
 from shmstage.budget.sizes import parse_size
@@ -245,8 +245,7 @@ def main() -> int:
         "serial_over": serial_over, **found, "targets": targets_of(found["figures"]), "notes": notes,
     }  # fmt: skip
     path = keep("boundary", result, args.results)
-    if not plot(result, path):
-        notes.append("no plot: matplotlib is missing; pip install 'shmstage[bench]'")
+    notes += draw_variants(result, path)
     if args.json:
         print(json.dumps(result))
     else:

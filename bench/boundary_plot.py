@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
-
-def plot(result: dict[str, Any], path: Path) -> list[Path]:
-    """Write ``PATH-VARIANT.svg``; nothing without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return []
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # letters as text, not as paths: a tenth of the size
-    return [
-        _drawn(result, variant, path.with_name(f"{path.stem}-{variant}.svg"))
-        for variant in dict.fromkeys(f["variant"] for f in result["figures"].values())
-    ]
+from results import plot
 
 
-def _drawn(result: dict[str, Any], variant: str, path: Path) -> Path:
-    from matplotlib import pyplot
+def draw_variants(result: dict[str, Any], path: Path) -> list[str]:
+    """Write ``PATH-VARIANT.svg``; notes for the reader."""
+    variants = dict.fromkeys(figure["variant"] for figure in result["figures"].values())
+    notes: list[str] = []
+    for variant in variants:
+        file = path.with_name(f"{path.stem}-{variant}.svg")
+        notes = plot(file, lambda drawing, variant=variant: _draw(drawing, result, variant), size=(10.0, 4.0))
+    return notes
 
+
+def _draw(drawing: Any, result: dict[str, Any], variant: str) -> None:
     figures = [f for f in result["figures"].values() if f["variant"] == variant]
     arms = list(dict.fromkeys(f["arm"] for f in figures))
     counts = sorted({f["microbatches_per_step"] for f in figures})
-    drawing, axes = pyplot.subplots(figsize=(10, 4))
+    axes = drawing.subplots()
     width = 0.8 / max(1, len(arms))
     for number, arm in enumerate(arms):
         of_arm = {f["microbatches_per_step"]: f for f in figures if f["arm"] == arm}
@@ -42,7 +37,3 @@ def _drawn(result: dict[str, Any], variant: str, path: Path) -> Path:
     axes.set_ylabel("boundary idle, ms: median, and maximum (–); 0 drawn as 0.001")
     axes.set_title(f"{variant}, payload {result['payload_nbytes'] / 1e6:.1f} MB, 1:{result['scale']:g}")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    drawing.tight_layout()
-    drawing.savefig(path)
-    pyplot.close(drawing)
-    return path
