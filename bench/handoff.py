@@ -24,7 +24,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,7 +47,7 @@ SIZES = "1KB,1MB,64MB,256MB,1GB"
 HANDOFFS, HANDOFFS_S = 200, 0.4
 WHOLE_PATHS, WHOLE_PATHS_S = 20, 0.5
 #: or where reading and checking every byte of them does
-TURN_S = 6.0
+TURN_S = 5.0
 KB, GB = 1_000, 1_000_000_000
 
 
@@ -100,7 +100,8 @@ class Run:
             path = self._paths[name]
             needed = int((path.peak_payloads + 1) * size) + min(size, 512 << 20)
             if size > path.limit_nbytes:
-                self.notes.append(f"{name} at {format_nbytes(size)} left out: it takes {path.limit_nbytes} bytes")
+                most = format_nbytes(path.limit_nbytes)
+                self.notes.append(f"{name} at {format_nbytes(size)} left out: a message holds {most}")
             elif needed > room:
                 self.notes.append(
                     f"{name} at {format_nbytes(size)} left out: it takes {format_nbytes(needed)}, there is "
@@ -112,16 +113,14 @@ class Run:
 
     def _round(self, name: str, batch: Batch, cell: Cell, *, first: bool) -> None:
         peer = self._peers[name]
-        baseline = pss_nbytes([os.getpid(), *peer.pids()]) if first else 0
-        with ExitStack() as stack:
-            sender = ends_of(self._paths[name]).Sender(batch.layout, batch.private, peer)
-            stack.callback(peer.close)
-            stack.callback(sender.close)  # first: who reads sees the end of the stream, not a loss
+        pids = [os.getpid(), *peer.pids()] if first else []
+        baseline = pss_nbytes(pids)
+        sender = ends_of(self._paths[name]).Sender(batch.layout, batch.private, peer)
+        try:
             sender.connect(peer.open(batch.layout, sender.said()))
-            # Everything is touched for the first time in these two, which are not timed.
-            with Peak([os.getpid(), *peer.pids()] if first else []) as peak:
-                self._whole_path(sender, peer, batch, cell)
-                self._hand_off(sender, peer, batch, cell)
+            with Peak(pids) as peak:  # everything is touched for the first time here, which does not count
+                if self._whole_path(sender, peer, batch, cell) < WHOLE_PATHS_S:
+                    self._hand_off(sender, peer, batch, cell)
             if first:
                 cell.peak_nbytes = peak.nbytes - baseline
             for times, transfer, count, most_s in (
@@ -133,6 +132,13 @@ class Run:
                     times.append(transfer(sender, peer, batch, cell))
                     if sum(times[before:]) > most_s or time.monotonic() > over:
                         break
+        except BaseException:
+            peer.stop()  # first: it may be waiting for what will not come
+            with suppress(Exception):
+                sender.close()
+            raise
+        sender.close()  # first: who reads sees the end of the stream, not a loss
+        peer.close()
 
     def _hand_off(self, sender: Sender, peer: Any, batch: Batch, cell: Cell) -> float:
         batch.next_serial()

@@ -43,7 +43,7 @@ def print_tables(result: dict[str, Any]) -> None:
     for figure, said in FIGURES.items():
         table(f"{said}, median (min-max)", timed(figure))
     table("read once afterwards, median", lambda each: in_words(each["read_s"]["median"]), 12)
-    table("peak memory over the baseline", lambda each: format_nbytes(max(0, each["peak_nbytes"])), 12)
+    table("peak memory, packed arrays too", lambda each: format_nbytes(each["peak_nbytes"]), 12)
     print("\nbytes copied per hand-off, in payloads")
     for name in names:
         print(f"{PATHS[name].title:<34}{PATHS[name].copied_payloads:>3}  {PATHS[name].copies}")

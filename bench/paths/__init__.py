@@ -32,7 +32,7 @@ _PATHS = (
     Path("ours", "shmstage", "slots", "", 0, "none: the slot is mapped by both", 1),
     Path(
         "grpc_unary", "gRPC unary", "grpc_messages", "grpc", 5,
-        "bytes(buffer), into the core's slice, socket in, socket out, slices joined to bytes", 5, (1 << 31) - (1 << 20),
+        "bytes(buffer), into the core's slice, socket in, socket out, slices joined to bytes", 6, (1 << 31) - (1 << 20),
     ),
     Path(
         "grpc_stream", "gRPC stream, 4 MB", "grpc_messages", "grpc", 6,

@@ -28,12 +28,15 @@ class Cell:
         self.hand_off_s: list[float] = []
         self.whole_path_s: list[float] = []
         self.read_s: list[float] = []
+        #: over the baseline, in which one private packed buffer is
         self.peak_nbytes = 0
+        self._is_private = False
 
     def received(self, report: dict[str, Any], path: Path, sent: Arrays) -> None:
         """Raises ``PathError`` if bytes that are said not to be copied lie elsewhere at the receiver, or reversed."""
         self.read_s.append(report["read_s"])
         sent_from = where(sent)
+        self._is_private = sent_from is None
         same = sent_from is not None and sent_from == report["where"]
         if same != (path.copied_payloads == 0):
             raise PathError(
@@ -42,6 +45,7 @@ class Cell:
             )
 
     def figure(self, path: Path, size: int, nbytes: int) -> dict[str, Any]:
+        peak_nbytes = max(0, self.peak_nbytes) + (nbytes if self._is_private else 0)
         return {
             "path": path.name,
             "nbytes": size,
@@ -51,6 +55,6 @@ class Cell:
             "read_s": spread(self.read_s),
             "copied_nbytes": path.copied_payloads * nbytes,
             "copied_payloads": path.copied_payloads,
-            "peak_nbytes": self.peak_nbytes,
-            "peak_payloads": self.peak_nbytes / nbytes,
+            "peak_nbytes": peak_nbytes,
+            "peak_payloads": peak_nbytes / nbytes,
         }

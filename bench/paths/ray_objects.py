@@ -45,13 +45,21 @@ class Peer:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         handler = signal.getsignal(signal.SIGTERM)
+        try:
+            self._start()
+        except Exception:  # Ray gives its own processes 30 s, which is little on a busy machine
+            ray.shutdown()
+            self._start()
+        finally:
+            signal.signal(signal.SIGTERM, handler)  # Ray puts its own there
+        self._actor = ray.remote(Actor).options(num_cpus=0).remote()
+        self._pids = [ray.get(self._actor.pid.remote(), timeout=DEADLINE_S), *_raylets()]
+
+    def _start(self) -> None:
         ray.init(
             num_cpus=1, object_store_memory=self._store_nbytes, include_dashboard=False, log_to_driver=False,
             logging_level=logging.ERROR, _temp_dir=self._directory,
         )  # fmt: skip
-        signal.signal(signal.SIGTERM, handler)  # Ray has put its own there
-        self._actor = ray.remote(Actor).options(num_cpus=0).remote()
-        self._pids = [ray.get(self._actor.pid.remote(), timeout=DEADLINE_S), *_raylets()]
 
     def pids(self) -> list[int]:
         """The actor's and the raylet's, which holds the object store."""
