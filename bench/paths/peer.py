@@ -95,8 +95,7 @@ class ProcessPeer:
 
 def serve(module: str, control: Connection[Any, Any], inherited: Any) -> None:
     """In the child."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # meant for all of us; the orchestrator ends us, in its order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for all of us; the orchestrator ends us, in its order
     os.dup2(2, 1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:

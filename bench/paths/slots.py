@@ -11,6 +11,7 @@ from paths.ends import DEADLINE_S, Arrays
 from paths.ends import Receiver as ReceiverEnd
 from paths.ends import Sender as SenderEnd
 from shmstage.memory.layout import Layout
+from shmstage.memory.sweep import sweep
 
 
 class Sender(SenderEnd):
@@ -38,7 +39,10 @@ class Sender(SenderEnd):
 
     def close(self) -> None:
         self._slot = None
-        self._producer.close(10.0)
+        try:
+            self._producer.close(10.0)
+        finally:
+            sweep(self._name)  # what a consumer that was killed has left
 
 
 class Receiver(ReceiverEnd):
