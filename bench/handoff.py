@@ -115,8 +115,9 @@ class Run:
         peer = self._peers[name]
         pids = [os.getpid(), *peer.pids()] if first else []
         baseline = pss_nbytes(pids)
-        sender = ends_of(self._paths[name]).Sender(batch.layout, batch.private, peer)
+        sender: Sender | None = None
         try:
+            sender = ends_of(self._paths[name]).Sender(batch.layout, batch.private, peer)
             sender.connect(peer.open(batch.layout, sender.said()))
             with Peak(pids) as peak:  # everything is touched for the first time here, which does not count
                 if self._whole_path(sender, peer, batch, cell) < WHOLE_PATHS_S:
@@ -135,7 +136,8 @@ class Run:
         except BaseException:
             peer.stop()  # first: it may be waiting for what will not come
             with suppress(Exception):
-                sender.close()
+                if sender is not None:
+                    sender.close()
             raise
         sender.close()  # first: who reads sees the end of the stream, not a loss
         peer.close()

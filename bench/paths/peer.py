@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -102,11 +103,9 @@ def serve(module: str, control: Connection[Any, Any], inherited: Any) -> None:
         ends = importlib.import_module(f"paths.{module}")
         control.send(("ready", None))
         _answer_until_closed(control, lambda layout, said: ends.Receiver(Layout.from_wire(layout), said, inherited))
-    except (EOFError, BrokenPipeError):
-        return
-    except BaseException:
-        control.send(("error", traceback.format_exc()))
-        raise
+    except Exception:
+        with suppress(OSError):  # nobody is there any more: it was told to stop
+            control.send(("error", traceback.format_exc()))
 
 
 def _answer_until_closed(control: Connection[Any, Any], make: Callable[[Any, Any], Receiver]) -> None:
