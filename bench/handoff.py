@@ -66,9 +66,9 @@ class Run:
         with ExitStack() as stack:
             for path in self._paths.values():
                 fitting = [size for size in self._sizes if size <= path.limit_nbytes]
-                peer = peer_of(path, max(fitting, default=0))
-                stack.callback(peer.stop)
-                self._peers[path.name] = peer
+                with self._noted(path.name):
+                    self._peers[path.name] = peer = peer_of(path, max(fitting, default=0))
+                    stack.callback(peer.stop)
             for name in list(self._peers):
                 with self._noted(name):
                     self._peers[name].begin()
@@ -178,7 +178,8 @@ class Run:
         except Exception as error:
             self.problems.append(f"{name}: {type(error).__name__}: {error}")
             note(self.problems[-1])
-            self._peers.pop(name).stop()
+            if name in self._peers:
+                self._peers.pop(name).stop()
 
 
 def targets_of(figures: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
