@@ -167,11 +167,12 @@ class _Check:
         around = self._around(event, at)
         if around and around[-1][0] < at + length:
             yield f"overlaps the slice until {around[-1][0]} ns and is not within it"
-        around.append((at + length, event["args"].get("id")))
+        around.append((at + max(length, 1), event["args"].get("id")))
 
     def _instant(self, event: dict[str, Any], at: int) -> Iterator[str]:
         if event["s"] != "t":
             yield "its scope is no thread's"
+        self._around(event, at).append((at + 1, event["args"].get("id")))
 
     def _counter(self, event: dict[str, Any], at: int) -> Iterator[str]:
         values = event["args"].values()
@@ -183,11 +184,12 @@ class _Check:
         if type(number) is not int:
             yield "its id is no integer"
             return
-        around = self._around(event, at)
-        if not around:
-            yield "no slice is around it"
+        # a viewer takes what began last on the thread, an instant too, without asking whether it is over
+        begun = self._open.get((event["pid"], event["tid"]))
+        if not begun or begun[-1][0] <= at:
+            yield "the last slice or instant before it is not around it"
             return
-        identity = around[-1][1]
+        identity = begun[-1][1]
         if identity is None:
             yield "the slice around it is of no micro-batch"
         if phase == "f" and event["bp"] != "e":
@@ -205,7 +207,10 @@ class _Check:
                 yield f"leads from micro-batch {known.identity!r} to {identity!r}"
 
     def _around(self, event: dict[str, Any], at: int) -> list[tuple[int, Any]]:
-        """The slices of its thread that are open at `at`, the innermost last."""
+        """Ends of the slices of its thread that are open at `at`, the innermost last.
+
+        What has no length takes its nanosecond: viewers differ in whether something that begins there is within it.
+        """
         slices = self._open.setdefault((event["pid"], event["tid"]), [])
         while slices and slices[-1][0] <= at:
             slices.pop()

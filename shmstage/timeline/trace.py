@@ -75,7 +75,7 @@ def trace_events(processes: Sequence[ProcessEvents]) -> Iterator[Json]:
     lanes = assign_lanes(drawing.marks)
     threads: dict[tuple[int, str, int], int] = {}
     for process, track in sorted(lanes, key=lambda key: (key[0], track_position(key[1]))):
-        for lane in range(lanes[process, track]):
+        for lane in lanes[process, track]:
             threads[process, track, lane] = FIRST_THREAD + len(threads)
     shown = sorted({process for process, _, _ in threads} | {counter[0] for counter in drawing.counters})
     for process in shown:

@@ -15,13 +15,14 @@ ORDER = [
 ]  # fmt: skip
 _SLOTS_AFTER = ORDER.index("packer") + 1
 _LONGEST_TEXT = 200
+INSTANTS = -1
 
 
 @dataclass(slots=True)
 class Mark:
     """One slice, or an instant (`end` None), on a track of a process. Times in ns on the trace's axis.
 
-    `lane` counts from 0 and is given by ``assign_lanes``.
+    `lane` counts from 0 and is given by ``assign_lanes``; instants have one of their own, ``INSTANTS``.
     """
 
     process: int
@@ -33,31 +34,35 @@ class Mark:
     lane: int = 0
 
 
-def assign_lanes(marks: Iterable[Mark]) -> dict[tuple[int, str], int]:
+def assign_lanes(marks: Iterable[Mark]) -> dict[tuple[int, str], list[int]]:
     """Gives each slice the first lane of its track that is free at its begin; returns the lanes of every track.
 
-    Within a lane no two slices share an instant: none nests by accident, and what stands at an instant is one slice.
-    Instants stay in the first lane.
+    Within a lane no two slices share an instant, and instants lie elsewhere: an arrow that stops there has one slice to
+    be tied to. (Perfetto ties it to what began last, also to an instant that is long over.)
     """
     of_track: dict[tuple[int, str], list[Mark]] = {}
     for mark in marks:
         of_track.setdefault((mark.process, mark.track), []).append(mark)
-    return {track: _assign([m for m in found if m.end is not None]) for track, found in of_track.items()}
+    return {track: _assign(found) for track, found in of_track.items()}
 
 
-def _assign(slices: list[Mark]) -> int:
+def _assign(marks: list[Mark]) -> list[int]:
+    slices = [(mark.begin, mark.end, mark) for mark in marks if mark.end is not None]
+    for mark in marks:
+        mark.lane = INSTANTS
     free: list[int] = []
     taken: list[tuple[int, int]] = []
     lanes = 0
-    for mark in sorted(slices, key=lambda m: (m.begin, m.end)):
-        while taken and taken[0][0] <= mark.begin:
+    for begin, end, mark in sorted(slices, key=lambda one: one[:2]):
+        while taken and taken[0][0] <= begin:
             heapq.heappush(free, heapq.heappop(taken)[1])
         if not free:
             heapq.heappush(free, lanes)
             lanes += 1
         mark.lane = heapq.heappop(free)
-        heapq.heappush(taken, (mark.begin if mark.end is None else mark.end, mark.lane))
-    return max(lanes, 1)
+        # one without length takes its nanosecond: Perfetto would nest in it what begins there
+        heapq.heappush(taken, (max(end, begin + 1), mark.lane))
+    return [*range(lanes), *([INSTANTS] if len(slices) < len(marks) else [])]
 
 
 def slot_track(slot: int) -> str:
@@ -77,6 +82,8 @@ def track_position(track: str) -> tuple[int, int, str]:
 
 def lane_name(track: str, lane: int) -> str:
     """Of the second lane "uploads 2", or "slot 0 (2)"."""
+    if lane == INSTANTS:
+        return f"{track} instants"
     if lane == 0:
         return track
     return f"{track} ({lane + 1})" if track[-1:].isdigit() else f"{track} {lane + 1}"

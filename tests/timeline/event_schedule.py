@@ -62,7 +62,7 @@ def schedule(
             ]
             trainer += [
                 event("received", issued - 500_000, **of, command="stage_fwd_bwd", sequence=2 * count),
-                event("executed", issued - 400_000, issued + 500_000, **of, command="stage_fwd_bwd", sequence=2 * count),
+                event("executed", issued - 400_000, issued + 500_000, **of, command="stage_fwd_bwd"),
                 event("staged", issued, staged, **of, nbytes=1 << 20),
                 event("lease_ended", staged + 1000, **of, **where),
                 event("dispatched", staged - 500_000, staged - 400_000, **of, kind="fwd_bwd"),

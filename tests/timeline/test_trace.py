@@ -55,8 +55,9 @@ def test_each_thing_has_its_track_in_the_order_of_the_way(tmp_path: Path) -> Non
     orchestrator, trainer, _ = schedule()
     found = list(names(traced(orchestrator, trainer)).values())
     assert found == [
-        "source", "packer", "slot 0", "slot 1", "slot 2", "control calls", "bookkeeping",
-        "trainer host", "uploads", "dispatch", "device", "update", "idle", "snapshots", "snapshots 2",
+        "source", "source instants", "packer", "packer instants", "slot 0", "slot 1", "slot 2", "control calls",
+        "bookkeeping", "trainer host", "trainer host instants", "uploads", "dispatch", "device", "device instants",
+        "update", "idle", "snapshots", "snapshots 2", "snapshots instants",
     ]  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def test_device_work_begins_when_it_could(tmp_path: Path) -> None:
     orchestrator, trainer, truth = schedule(steps=3, late_update=7 * MS, late_first=2 * MS)
     zero = origin(orchestrator, trainer)
     events = traced(orchestrator, trainer)
-    device = [(e["args"]["id"], *nanoseconds(e)) for e in on_track(events, "device") if e["ph"] == "X"]
+    device = [(e["args"]["id"], *nanoseconds(e)) for e in on_track(events, "device")]
     assert device == [(identity, begin - zero, end - zero) for identity, begin, end in truth.device]
     updates = [nanoseconds(e) for e in on_track(events, "update")]
     assert updates == [(begin - zero, end - zero) for begin, end in truth.updates]
@@ -130,8 +131,9 @@ def test_overlapping_spans_go_into_lanes_of_their_own() -> None:
     events = traced(process("trainer", uploads))
     assert list(names(events).values()) == ["uploads", "uploads 2", "uploads 3"]
     lanes = {lane: [nanoseconds(e) for e in on_track(events, lane)] for lane in names(events).values()}
-    at = [(begin + FIRST_NS - 10, end + FIRST_NS - 10) for begin, end in ((10, 50), (50, 55), (20, 30), (30, 60), (52, 53))]
-    assert lanes == {"uploads": at[:2], "uploads 2": at[2:4], "uploads 3": at[4:]}
+    expected = ((10, 50), (50, 55), (20, 30), (30, 60), (52, 53))
+    moved = [(begin + FIRST_NS - 10, end + FIRST_NS - 10) for begin, end in expected]
+    assert lanes == {"uploads": moved[:2], "uploads 2": moved[2:4], "uploads 3": moved[4:]}
 
 
 def flow(events: list[dict[str, Any]]) -> list[list[str]]:
@@ -204,7 +206,8 @@ def test_figures_that_not_every_reader_takes_are_written_as_text(tmp_path: Path)
     events = traced(process("trainer", [event("staged", 1, 2, id="\udfff", **odd), event("memory", 3, **odd)]))
     (upload,) = on_track(events, "uploads")
     assert upload["args"] == {
-        "id": "?", "a": "nan", "b": str(1 << 70), "c": "?", "d": "[1]", "e": "None", "f": True, "g": "x" * 200, "?": 1.5,
+        "id": "?", "?": 1.5, "a": "nan", "b": str(1 << 70), "c": "?", "d": "[1]", "e": "None", "f": True,
+        "g": "x" * 200,
     }  # fmt: skip
     assert [(e["name"], e["args"]["value"]) for e in events if e["ph"] == "C"] == [("?", 1.5)]
 

@@ -65,6 +65,12 @@ def overlapping(events: Events) -> None:
     events.insert(position + 1, inner)
 
 
+def within_nothing(events: Events) -> None:
+    """A slice that begins where one without length is."""
+    position = next(n for n, e in enumerate(events) if e["ph"] == "X")
+    events.insert(position, {**events[position], "dur": 0})
+
+
 def backwards(events: Events) -> None:
     timed = [n for n, e in enumerate(events) if e["ph"] == "X"]
     events[timed[0]], events[timed[-1]] = events[timed[-1]], events[timed[0]]
@@ -74,6 +80,15 @@ def elsewhere(events: Events) -> None:
     """An arrow's end that is moved to a thread on which nothing is drawn at that time."""
     threads = [e["tid"] for e in events if e["name"] == "thread_name" and e["pid"] == 3]
     next(e for e in events if e["ph"] == "f").update(pid=3, tid=threads[0])
+
+
+def after_an_instant(events: Events) -> None:
+    """An instant within a slice, a while before the arrow's end that is to be tied to it."""
+    end = next(n for n, e in enumerate(events) if e["ph"] == "f")
+    where = {"pid": events[end]["pid"], "tid": events[end]["tid"], "ts": events[end - 1]["ts"]}
+    assert where["ts"] < events[end]["ts"]
+    instant = {**first(events, "i"), **where}
+    events.insert(end, instant)
 
 
 def other_microbatch(events: Events) -> None:
@@ -100,6 +115,7 @@ def test_a_good_trace_has_no_faults() -> None:
     ("change", "says"),
     [
         (overlapping, "overlaps the slice until"),
+        (within_nothing, "overlaps the slice until"),
         (backwards, "comes after an event of"),
         (changed("X", dur=-0.001), "dur is no length"),
         (changed("X", dur=0.0005), "dur is no length"),
@@ -129,7 +145,8 @@ def test_a_good_trace_has_no_faults() -> None:
         (changed("s", id="1"), "its id is no integer"),
         (changed("f", bp="x"), "not bound"),
         (without("f", "bp"), "keys of f"),
-        (elsewhere, "no slice is around it"),
+        (elsewhere, "is not around it"),
+        (after_an_instant, "is not around it"),
         (other_microbatch, "leads from micro-batch"),
         (of_nobody, "of no micro-batch"),
         (removed("M", "process_name"), "process_name is missing"),

@@ -21,7 +21,8 @@ from shmstage.timeline.trace import trace_events
 SHORT = st.integers(0, 40)
 TIMES = SHORT | st.integers(-(1 << 62), 1 << 62)
 KINDS = st.sampled_from(["fwd_bwd", "replay", "update", "metrics", "eval_step", "", 3, None])
-JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.lists(st.integers(), max_size=2)
+NUMBERS = st.booleans() | st.integers() | st.floats()
+JSON = st.none() | NUMBERS | st.text(max_size=4) | st.lists(st.integers(), max_size=2)
 
 
 @st.composite
