@@ -22,8 +22,6 @@ from shmstage.timeline.trace_flows import Stop, flows
 from shmstage.timeline.trace_tracks import Mark, assign_lanes, lane_name, plain_text, track_position
 
 Json = dict[str, Any]
-#: threads are numbered from here on, processes from 1: a thread with its process's number would be its main thread
-FIRST_THREAD: Final = 1 << 20
 _CATEGORY: Final = "shmstage"
 
 
@@ -76,13 +74,14 @@ def trace_events(processes: Sequence[ProcessEvents]) -> Iterator[Json]:
     threads: dict[tuple[int, str, int], int] = {}
     for process, track in sorted(lanes, key=lambda key: (key[0], track_position(key[1]))):
         for lane in lanes[process, track]:
-            threads[process, track, lane] = FIRST_THREAD + len(threads)
+            # after the processes, which count from 1: a thread with its process's number would be its main thread
+            threads[process, track, lane] = len(processes) + 1 + len(threads)
     shown = sorted({process for process, _, _ in threads} | {counter[0] for counter in drawing.counters})
     for process in shown:
         yield from _process_names(process, processes[process])
     for (process, track, lane), thread in threads.items():
         yield _metadata("thread_name", process, {"name": lane_name(track, lane)}, thread)
-        yield _metadata("thread_sort_index", process, {"sort_index": thread - FIRST_THREAD}, thread)
+        yield _metadata("thread_sort_index", process, {"sort_index": thread}, thread)
     for _, _, event in sorted(_timed(drawing, threads), key=lambda one: one[:2]):
         yield event
 
@@ -93,7 +92,9 @@ def _timed(drawing: Drawing, threads: dict[tuple[int, str, int], int]) -> Iterat
         end = mark.begin if mark.end is None else mark.end
         yield mark.begin, (0, end), _mark_event(mark, threads)
     for process, at, name, value in drawing.counters:
-        yield at, (1, 0), {"ph": "C", "pid": process + 1, "ts": at / 1000, "name": name, "args": {"value": value}}
+        group, _, series = name.partition(" ")  # Perfetto shows both
+        event = {"ph": "C", "pid": process + 1, "ts": at / 1000, "name": group, "args": {series or "value": value}}
+        yield at, (1, 0), event
     for number, chain in enumerate(flows(drawing.produced, drawing.consumed), 1):
         for position, one in enumerate(chain):
             phase = "s" if position == 0 else "f" if position == len(chain) - 1 else "t"

@@ -209,7 +209,16 @@ def test_figures_that_not_every_reader_takes_are_written_as_text(tmp_path: Path)
         "id": "?", "?": 1.5, "a": "nan", "b": str(1 << 70), "c": "?", "d": "[1]", "e": "None", "f": True,
         "g": "x" * 200,
     }  # fmt: skip
-    assert [(e["name"], e["args"]["value"]) for e in events if e["ph"] == "C"] == [("?", 1.5)]
+    assert [(e["name"], e["args"]) for e in events if e["ph"] == "C"] == [("?", {"value": 1.5})]
+
+
+def test_counters_have_the_names_that_perfetto_shows() -> None:
+    figures = {"free_slots": 2, "held_nbytes": 10, "queued": 1}
+    both = [event("gauged", 5, **figures), event("memory", 5, rss_nbytes=7, shared_nbytes=8)]
+    counted = {e["name"]: e["args"] for e in traced(process("trainer", both[:1])) if e["ph"] == "C"}
+    assert counted == {"free": {"slots": 2}, "bytes": {"held": 10}, "queue": {"depth": 1}}
+    memory = [(e["name"], e["args"]) for e in traced(process("trainer", both[1:])) if e["ph"] == "C"]
+    assert memory == [("memory", {"resident": 7}), ("memory", {"shared": 8})]
 
 
 def test_what_was_lost_is_said_with_the_process() -> None:
