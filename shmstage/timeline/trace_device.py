@@ -38,10 +38,10 @@ class DeviceWork:
 
     @property
     def begin(self) -> int | None:
-        """Never after the end: stamps of two clocks may contradict each other."""
+        """Never after the end: only what was seen before it counts."""
         if self.dispatched is None:
             return None
-        return min(self.end, max(self.dispatched, self.previous, self.staged, self.patched))
+        return max(self.dispatched, self.previous, self.staged, self.patched)
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,21 @@ def test_overlapping_spans_go_into_lanes_of_their_own() -> None:
     assert lanes == {"uploads": moved[:2], "uploads 2": moved[2:4], "uploads 3": moved[4:]}
 
 
+def test_what_has_no_length_takes_its_nanosecond_of_a_lane() -> None:
+    uploads = [event("staged", 10, 10, id="a"), event("staged", 10, 20, id="b"), event("staged", 20, 20, id="c")]
+    events = traced(process("trainer", uploads))
+    lanes = {lane: [e["args"]["id"] for e in on_track(events, lane)] for lane in names(events).values()}
+    assert lanes == {"uploads": ["a", "c"], "uploads 2": ["b"]}
+
+
+def test_between_steps_that_do_not_follow_each_other_no_idle_is_marked() -> None:
+    """The trainer was restored to an earlier step: that is no boundary."""
+    orchestrator, trainer, _ = schedule(steps=2)
+    again = [replace(e, step=e.step + 4) if e.step == 1 else e for e in trainer.events]
+    assert on_track(traced(orchestrator, trainer), "idle")
+    assert not on_track(traced(orchestrator, replace(trainer, events=again)), "idle")
+
+
 def flow(events: list[dict[str, Any]]) -> list[list[str]]:
     """Per flow the tracks that it goes through."""
     known = names(events)
@@ -178,6 +193,14 @@ def test_a_replay_and_a_second_host_have_arrows_of_their_own() -> None:
     other = replace(trainer, pid=9, process="trainer-1")
     trainer = replace(trainer, events=[*trainer.events, *replayed])
     assert flow(traced(orchestrator, trainer, other)) == [WHOLE_WAY, WHOLE_WAY, ["dispatch", "device"]]
+
+
+def test_what_is_staged_again_begins_an_arrow_of_its_own() -> None:
+    orchestrator, trainer, _ = schedule(steps=1, microbatches=1)
+    staged = next(e for e in trainer.events if e.event == "staged")
+    lost = replace(staged, t=staged.t - 1000, end=staged.t - 500)
+    trainer.events.append(lost)
+    assert flow(traced(orchestrator, trainer)) == [WHOLE_WAY[:3], WHOLE_WAY[2:]]
 
 
 def test_hosts_with_clocks_of_their_own_are_aligned_by_the_wall() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from event_schedule import MS, event, process, schedule
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shmstage.events import LANES
@@ -89,6 +89,7 @@ def test_runs_that_were_killed_rotated_and_started_again_give_a_trace_that_passe
     checked(found)
 
 
+@example((0, 0, 0, 20, 0, 0, 0), None, [(0, 9), (1, 3)])
 @given(st.tuples(*[SHORT] * 7), st.none() | st.integers(0, 9), st.lists(st.tuples(SHORT, SHORT), max_size=4))
 def test_the_marked_windows_sum_up_to_the_idle(
     instants: tuple[int, ...], microbatch: int | None, busy: list[tuple[int, int]]
