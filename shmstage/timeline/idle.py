@@ -55,7 +55,7 @@ def idle_windows(
             continue
         if reached < min(begin, started):
             windows.append((reached, min(begin, started)))
-        reached = max(reached, end)
+        reached = end
     if reached < started:
         windows.append((reached, started))
     return windows

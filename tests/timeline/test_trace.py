@@ -106,6 +106,15 @@ def test_a_slot_is_taken_from_acquired_to_the_end_of_its_last_lease_and_named_by
     assert nanoseconds(first) == (acquired[0].end - zero, ended[0].t - zero)
 
 
+def test_a_slot_of_several_hosts_is_taken_until_the_last_of_them_gave_it_back() -> None:
+    orchestrator, trainer, _ = schedule(steps=1, microbatches=1)
+    lease = next(e for e in trainer.events if e.event == "lease_ended")
+    slower = process("trainer-1", [replace(lease, t=lease.t + 5 * MS)])
+    (taken,) = on_track(traced(orchestrator, trainer, slower), "slot 0")
+    assert nanoseconds(taken)[1] == lease.t + 5 * MS - origin(orchestrator, trainer)
+    assert taken["args"]["leases_ended"] == 2
+
+
 def test_a_slot_that_nobody_gave_back_is_taken_until_it_is_taken_again_or_to_the_end() -> None:
     orchestrator, trainer, _ = schedule(steps=2, microbatches=3)
     trainer.events = [e for e in trainer.events if e.event != "lease_ended"]
