@@ -38,12 +38,34 @@ def boundary_idle_s(
     ``microbatch_s`` is the calibrated time of one micro-batch (``calibrated_microbatch_s``); ``None`` leaves the
     second estimator out.
     """
-    started = max(at.first_dispatched, at.update_landed, at.first_staged_ready, at.first_patch_ready)
+    started = _started(at, microbatch_s)
     before_update = max(0, at.update_dispatched - at.last_finished)
-    if microbatch_s is not None:
-        started = max(started, at.first_ready - round(microbatch_s * 1e9))
     idle_ns = started - at.update_landed - covered_ns(busy, at.update_landed, started) + before_update
     return max(0, idle_ns) / 1e9
+
+
+def idle_windows(
+    at: BoundaryInstants, microbatch_s: float | None, busy: Sequence[tuple[int, int]] = ()
+) -> list[tuple[int, int]]:
+    """The [begin, end) windows in which the devices waited; their lengths sum up to ``boundary_idle_s``."""
+    windows = [(at.last_finished, at.update_dispatched)] if at.last_finished < at.update_dispatched else []
+    reached, started = at.update_landed, _started(at, microbatch_s)
+    for begin, end in sorted(busy):
+        if end <= reached or begin >= end:
+            continue
+        if reached < min(begin, started):
+            windows.append((reached, min(begin, started)))
+        reached = end
+    if reached < started:
+        windows.append((reached, started))
+    return windows
+
+
+def _started(at: BoundaryInstants, microbatch_s: float | None) -> int:
+    started = max(at.first_dispatched, at.update_landed, at.first_staged_ready, at.first_patch_ready)
+    if microbatch_s is not None:
+        started = max(started, at.first_ready - round(microbatch_s * 1e9))
+    return started
 
 
 def covered_ns(windows: Sequence[tuple[int, int]], begin: int, end: int) -> int:
