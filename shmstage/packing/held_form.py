@@ -1,0 +1,34 @@
+"""In which form trajectories wait: checked and encoded once, when they arrive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from shmstage.packing.expert_check import check_experts
+from shmstage.packing.routing import id_bits
+from shmstage.packing.trajectory import Group, Trajectory
+from shmstage.settings import RoutingEncoding
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HeldForm:
+    """The form for slots of `encoding`; `experts`: no id may be as large, 0: not known.
+
+    `ragged` leaves routing as it came: a trajectory alone has no padding.
+    """
+
+    encoding: RoutingEncoding = "dense"
+    experts: int = 0
+
+    def of(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory in this form, with the same digest. Raises ``TrajectoryError`` as ``check_experts``."""
+        check_experts(trajectory, self.experts)
+        if self.encoding != "ragged_packed" or trajectory.routing is None:
+            return trajectory
+        return trajectory.with_held_routing(id_bits(self.experts))
+
+    def of_group(self, group: Group) -> Group:
+        """The group with every trajectory in this form."""
+        return Group(group.group_id, group.batch_index, tuple(map(self.of, group.trajectories)))
