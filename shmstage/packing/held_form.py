@@ -25,7 +25,7 @@ class HeldForm:
     def of(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory in this form, with the same digest. Raises ``TrajectoryError`` as ``check_experts``."""
         check_experts(trajectory, self.experts)
-        if self.encoding != "ragged_packed" or trajectory.routing is None:
+        if self.encoding != "ragged_packed" or trajectory.routing is None or not self.experts:
             return trajectory
         return trajectory.with_held_routing(id_bits(self.experts))
 

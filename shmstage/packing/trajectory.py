@@ -39,7 +39,8 @@ class Trajectory:
 
     Lists and other dtypes are taken if every value stays exact (a list of floats is rounded to float32); arrays
     that are already right are not copied, so do not write to them afterwards. The attributes are read-only views;
-    while a trajectory waits its `routing` may be packed (`HeldRouting`). Raises `TrajectoryError` naming trajectory, field, want and got.
+    while a trajectory waits its `routing` may be packed (`HeldRouting`). Raises `TrajectoryError` naming trajectory,
+    field, want and got.
     """
 
     trajectory_id: str

@@ -14,6 +14,7 @@ from shmstage.orchestrator.assembly import Layouts, layout_of
 from shmstage.orchestrator.intake import Intake
 from shmstage.orchestrator.session import check_engine_can
 from shmstage.packing.fields import microbatch_layout
+from shmstage.packing.held_form import HeldForm
 from shmstage.packing.plan import PlanSettings
 from shmstage.packing.trajectory import Group, Trajectory
 from shmstage.settings import RoutingEncoding, Settings
@@ -64,6 +65,6 @@ def test_an_id_beyond_the_number_of_experts_is_refused_by_the_intake() -> None:
     routing = np.full((3, 2, 1), 7, np.int16)
     one = trajectory(routing=routing)
     source = Given([Group("g", 0, (one,))])
-    assert len(list(Intake(source, PlanSettings(rows=1, tokens=8), passes=1, experts=8))) == 1
+    assert len(list(Intake(source, PlanSettings(rows=1, tokens=8), passes=1, form=HeldForm(experts=8)))) == 1
     with pytest.raises(TrajectoryError, match="'t': routing wants expert ids below experts = 7, got 7"):
-        list(Intake(source, PlanSettings(rows=1, tokens=8), passes=1, experts=7))
+        list(Intake(source, PlanSettings(rows=1, tokens=8), passes=1, form=HeldForm(experts=7)))
