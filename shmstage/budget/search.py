@@ -88,7 +88,8 @@ def _single_changes(inputs: Inputs, bounds: Sequence[Bound], well: bool) -> Iter
     # with less than a step of them nothing could be trained; what a bundle holds no limit lowers, so it never helps
     waiting = inputs.waiting_nbytes(inputs.held_nbytes)
     held = _largest(
-        lambda value: _helps(inputs, {"max_held_bytes": value}, bounds, well), max(inputs.waiting_nbytes(inputs.step_nbytes), 1), min(waiting, inputs.max_held_nbytes or waiting) - 1,
+        lambda value: _helps(inputs, {"max_held_bytes": value}, bounds, well),
+        max(inputs.waiting_nbytes(inputs.step_nbytes), 1), min(waiting, inputs.max_held_nbytes or waiting) - 1,
     )  # fmt: skip
     if held:
         yield {"max_held_bytes": held}
