@@ -29,8 +29,9 @@ void append_int32(Sink& sink, std::uint64_t count, Value value) {
 constexpr std::size_t kAhead = 4;
 constexpr std::uint64_t kAskedNbytes = 512;
 
-void ask_for(const std::byte* from, std::uint64_t nbytes) {
-    for (std::uint64_t i = 0; i < std::min(nbytes, kAskedNbytes); i += 64) __builtin_prefetch(from + i);
+void ask_for(const Source& source, std::uint64_t token_nbytes) {
+    const std::uint64_t nbytes = std::min(source.tokens * token_nbytes, kAskedNbytes);
+    for (std::uint64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(source.data + i);
 }
 
 }  // namespace
@@ -90,7 +91,7 @@ void fill_spans(const SpanField& field, const std::vector<Span>& spans, const Pa
         [&](std::size_t i, std::uint64_t first, std::uint64_t count) {
             const Source& source = field.sources[i];
             // sources lie anywhere: what a short one costs is the wait for its first lines
-            if (i + kAhead < spans.size()) ask_for(field.sources[i + kAhead].data, spans[i + kAhead].length * each);
+            if (i + kAhead < spans.size()) ask_for(field.sources[i + kAhead], each);
             const std::uint64_t given = source.tokens > first ? std::min(count, source.tokens - first) : 0;
             if (given != 0) sink.copy(source.data + first * each, given * each);
             sink.fill(field.pad, (count - given) * each);
