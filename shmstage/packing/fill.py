@@ -75,7 +75,7 @@ def fill_microbatch(
             tokens,
             views[SEGMENT_IDS],
             views[SEGMENT_POSITIONS],
-            [(views[field.packed], WORD_FIELDS.index(field), field.pad_byte) for field in words],
+            [(views[field.packed], _NUMBERS[field.packed], field.pad_byte) for field in words],
             routing,
         )
     except (ValueError, TypeError) as error:
@@ -99,6 +99,8 @@ def microbatch_digest(plan: PlannedMicrobatch, trajectories: Mapping[int, Trajec
     return whole.digest()
 
 
+#: packed name → where a record has the field
+_NUMBERS = {field.packed: number for number, field in enumerate(WORD_FIELDS)}
 _PLAN_FIELDS = ((SEGMENT_IDS, "int32"), (SEGMENT_POSITIONS, "int32"))
 
 
