@@ -223,3 +223,25 @@ def test_the_upload_script_can_be_rehearsed_on_the_cpu(tmp_path: Path) -> None:
     assert figures["rig serial"]["staged"] == [0] and figures["rig staged_before_update"]["staged"] == [3]
     assert {"name", "value", "target", "met"} == found["targets"][0].keys()
     assert json.loads((tmp_path / "gpu_upload.json").read_text())["figures"] == figures
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_packing_is_exact_and_kept_with_its_figures_and_its_plot(tmp_path: Path, bench: Callable[[str], Any]) -> None:
+    pack = bench("pack")
+    lists = tmp_path / "lengths"
+    lists.mkdir()
+    lengths = [[3 * number % 40, 20 + number % 50] for number in range(60)]
+    (lists / "gsm8k.json").write_text(json.dumps({"pairs": lengths}))
+    found = pack.measure(lists, 1, [100])
+    (figures,) = found["figures"]["lists"]
+    assert found["equal"] and figures["equal_to_numpy"] and len(found["notes"]) >= 3
+    assert 0 < figures["efficiency"] <= 1 and {"fill", "gather", "native", "numpy"} <= figures["ms"].keys()
+    if figures["grain"] is None:
+        assert "shmstage[bench]" in found["notes"][-1]
+    else:
+        assert figures["grain"]["nothing_lost"] and 0 < figures["grain"]["efficiency"] <= 1
+    named = {each["name"] for each in found["targets"]}
+    assert named == {"ragged_packed_of_dense_bytes", "fill_times_numpy_gsm8k"}
+    if pack.plot(found, tmp_path / "pack.svg"):
+        assert (tmp_path / "pack.svg").read_text().lstrip().startswith("<?xml")
