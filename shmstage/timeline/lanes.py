@@ -22,6 +22,8 @@ LANE_NAMES: Final = {
     "idle": "idle, by cause",
     "snapshots": "snapshots",
 }
+#: the boundary view goes back so many times the boundary's own length, to where F's upload began
+BEFORE: Final = 6
 #: a lane with more spans than this in one boundary is cut; no step of a real run has so many
 SPANS_PER_LANE: Final = 500
 
@@ -84,8 +86,9 @@ def _window(boundary: Boundary, device: Iterable[Drawn]) -> tuple[int, int]:
     at, first = boundary.at, boundary.first
     last_begin = max((s.begin for s in device if s.end == at.last_finished), default=at.last_finished)
     known = [t for t in (first.upload_begun, first.pack_begun, at.update_dispatched, at.last_finished) if t]
-    begin = max(last_begin, min(known))
     end = max(boundary.idle.first_started, at.update_landed)
+    # a long last micro-batch must not shrink the boundary to a line
+    begin = max(last_begin, min(known), at.last_finished - BEFORE * (end - at.last_finished))
     margin = max((end - begin) // 12, (at.update_landed - at.last_finished) // 4, 1000)
     return max(begin - margin, min(last_begin, begin)), min(end + margin, max(at.first_ready, end))
 

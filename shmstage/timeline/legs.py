@@ -6,6 +6,7 @@ the control path is.
 
 | leg | under way while | before the update | after it |
 |---|---|---|---|
+| device | everything F needs was there: F took longer than a micro-batch does (the second estimator) | no | yes |
 | update | the call that runs update k had begun and not dispatched it (a copy it waits for: snapshots) | yes | yes |
 | placement | F was on its way to the device, or its late fields were | the staging call only | yes |
 | snapshots | a call took metrics, checkpoint or weights, or update k waited for an earlier copy | yes | the call |
@@ -14,7 +15,6 @@ the control path is.
 | packing | F waited for a free slot or was filled | no | yes |
 | input | the feeder had nothing to pack | no | yes |
 | bookkeeping | step metrics, step line or hooks ran | yes | yes |
-| device | everything F needs was there: F took longer than a micro-batch does (the second estimator) | no | yes |
 | control | none of these: calls, replies, deciding | yes | yes |
 
 "No": before the update nothing of F holds the devices up but the staging call, which has the trainer's thread.
@@ -31,7 +31,7 @@ from shmstage.timeline.intervals import Interval, difference, intersection, leng
 from shmstage.timeline.reading import Event
 
 Leg = Literal[
-    "update", "placement", "snapshots", "scoring", "transfer", "packing", "input", "bookkeeping", "device", "control"
+    "device", "update", "placement", "snapshots", "scoring", "transfer", "packing", "input", "bookkeeping", "control"
 ]
 #: in order of priority: who is further up is to blame
 LEGS: Final[tuple[Leg, ...]] = get_args(Leg)
@@ -91,6 +91,7 @@ def legs_of(boundary: Boundary) -> Legs:
         ("bookkeeping", seen.bookkeeping),
     ])  # fmt: skip
     after = partition(boundary.idle.after_update, [
+        ("device", seen.slow_first),
         ("update", seen.updating),
         ("placement", seen.placement),
         ("snapshots", seen.snapshot_calls),
@@ -99,10 +100,10 @@ def legs_of(boundary: Boundary) -> Legs:
         ("packing", seen.packing),
         ("input", seen.input),
         ("bookkeeping", seen.bookkeeping),
-        ("device", seen.slow_first),
     ])  # fmt: skip
     segments = (*before, *after)
     whole: dict[Leg, Iterable[Interval]] = {
+        "device": seen.slow_first,
         "update": seen.update_itself,
         "placement": seen.placement,
         "snapshots": [*seen.snapshot_calls, *seen.tickets],
@@ -111,7 +112,6 @@ def legs_of(boundary: Boundary) -> Legs:
         "packing": seen.packing,
         "input": seen.input,
         "bookkeeping": seen.bookkeeping,
-        "device": seen.slow_first,
         "control": [(s.begin, s.end) for s in segments if s.leg == "control"],
     }
     return Legs(segments, {leg: length_ns(union(whole[leg])) for leg in LEGS})

@@ -2,6 +2,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const runs = data.runs;
+const named = (run) => (run.name === run.mode ? run.name : `${run.name} (${run.mode})`);
 const byId = (id) => document.getElementById(id);
 
 // --- idle per step -------------------------------------------------------------------------------------------
@@ -20,17 +21,18 @@ function drawIdle(width) {
   const [unit, scale] = timeUnit(Math.max(...all.map((point) => point[3])));
   const many = points.some((own) => own.length > 60) || runs.length > 1;
   const range = stepRange(all);
+  const room = (range[1] - range[0]) / 60;
   const label = runs.map((run, k) => `${run.name}: median boundary idle ${seconds(run.median)}, largest ` +
     seconds(Math.max(...points[k].map((point) => point[3])))).join("; ");
   const chart = frame({
-    width, height: 240, x: many ? range : [range[0] - 0.6, range[1] + 0.6], y: Math.max(...all.map((p) => p[3])) * scale * 1.05,
+    width, height: 240, x: many ? [range[0] - room, range[1] + room] : [range[0] - 0.6, range[1] + 0.6], y: Math.max(...all.map((p) => p[3])) * scale * 1.05,
     xTitle: "step", yTitle: `boundary idle (${unit})`, xWhole: true, label: `Boundary idle per step. ${label}`,
   });
   points.forEach((own, number) => (many ? idleLine : idleBars)(chart, own, number, scale));
   if (runs.length === 1 && runs[0].median !== null) {
     const y = chart.atY(runs[0].median * scale);
     chart.svg.append(shape("line", { class: "median-line", x1: chart.left, x2: chart.right, y1: y, y2: y }),
-      shape("text", { class: "name", x: chart.right, y: y - 5, "text-anchor": "end" }, `median ${seconds(runs[0].median)}`));
+      shape("text", { class: "name halo", x: chart.right, y: y - 5, "text-anchor": "end" }, `median ${seconds(runs[0].median)}`));
   }
   holder.replaceChildren(chart.svg);
 }
@@ -74,7 +76,9 @@ function idleTable() {
 
 const steps = [...new Set(runs.flatMap((run) => Object.keys(run.boundaries).map(Number)))].sort((a, b) => a - b);
 const idleOf = (step) => Math.max(...runs.map((run) => run.boundaries[step]?.idle ?? 0));
-let chosen = steps.length ? steps[Math.min(steps.length - 1, Math.floor(steps.length / 2))] : null;
+// at first the one whose idle is the most usual
+const usual = (runs.find((run) => run.median !== null)?.median ?? 0) * 1e9;
+let chosen = steps.length ? steps.reduce((a, b) => (Math.abs(idleOf(b) - usual) < Math.abs(idleOf(a) - usual) ? b : a)) : null;
 let view = "window";
 
 function choose(step) {
@@ -108,19 +112,31 @@ function drawBoundary(width) {
   byId("pick").value = String(chosen);
   const present = runs.map((run) => run.boundaries[chosen]).filter(Boolean);
   const range = [Math.min(...present.map((own) => own[view][0])), Math.max(...present.map((own) => own[view][1]))];
-  const shown = data.lanes.filter(([lane]) => present.some((own) => own.lanes[lane]));
+  const inRange = (span) => span[1] > range[0] && span[0] < range[1];
+  const shown = data.lanes.filter(([lane]) => present.some((own) => (own.lanes[lane] ?? []).flat().some(inRange)));
   panels.replaceChildren(...runs.map((run, number) => panel(run, number, range, shown, width)));
+  lanesLegend(present);
   spansTable();
+}
+
+const KINDS = [["before", "step that ends"], ["after", "step that begins"], ["update", "update"], ["scored", "log-probs, evaluation"],
+  ["patch", "late fields"], ["bookkeeping", "bookkeeping"], ["snapshot", "snapshots"], ["call", "calls"], ["wait", "waits"]];
+
+function lanesLegend(present) {
+  const used = new Set(present.flatMap((own) => Object.values(own.lanes).flat(2).map((span) => span[2])));
+  const legend = KINDS.filter(([kind]) => used.has(kind)).map(([kind, text]) => swatched(`k-${kind}`, text));
+  if (present.some((own) => own.idle)) legend.push(swatched("k-idle", "idle: the devices wait"));
+  byId("lanes-legend").replaceChildren(...legend);
 }
 
 function panel(run, number, range, shown, width) {
   const own = run.boundaries[chosen];
-  const name = runs.length > 1 ? [element("span", { class: `swatch run-${number}` }), `${run.name} (${run.mode}) · `] : [];
+  const name = runs.length > 1 ? [element("span", { class: `swatch run-${number}` }), `${named(run)} · `] : [];
   if (!own) {
     return element("div", { class: "panel" }, element("h3", {}, ...name, `${chosen - 1} → ${chosen}`),
       element("p", { class: "about" }, "This boundary is not kept for this run."));
   }
-  const idle = element("span", { class: "idle-word" }, own.idle ? `idle ${nanoseconds(own.idle)}` : "no idle");
+  const idle = element("span", { class: own.idle ? "idle-word" : "no-idle" }, own.idle ? `idle ${nanoseconds(own.idle)}` : "no idle");
   const chips = causes(own).map(([leg, value]) => swatched(`leg-${leg}`, `${leg} ${nanoseconds(value)}`, "li"));
   return element("div", { class: "panel", "data-idle": own.idle }, element("h3", {}, ...name, `step ${chosen - 1} → ${chosen}: `, idle),
     element("ul", { class: "chips", "aria-label": "Legs of the idle" }, ...chips), lanes(run, own, range, shown, width));
@@ -184,7 +200,7 @@ function idleLabel(svg, gaps, own, atX, left, right) {
 
 function timeAxis(svg, range, atX, left, right, top, bottom) {
   const [unit, scale] = timeUnit(Math.max(Math.abs(range[0]), Math.abs(range[1])) / 1e9);
-  for (const value of ticks(range[0] / 1e9 * scale, range[1] / 1e9 * scale, (right - left) / 90)) {
+  for (const value of ticks(range[0] / 1e9 * scale, range[1] / 1e9 * scale, (right - left) / (right < 620 ? 60 : 90))) {
     const x = atX(value / scale * 1e9);
     svg.append(shape("line", { class: value === 0 ? "zero-line" : "grid-line", x1: x, x2: x, y1: top, y2: bottom }),
       shape("text", { x, y: bottom + 15, "text-anchor": x < left + 14 ? "start" : x > right - 14 ? "end" : "middle" }, String(value)));
@@ -199,7 +215,7 @@ function drawSpan(svg, [begin, end, kind, label], y, range, atX) {
   const x = atX(from), wide = Math.max(1, atX(to) - x);
   const cls = kind.startsWith("leg-") ? kind : `k-${kind}`;
   const about = shape("title", {}, `${label}: ${nanoseconds(end - begin)}, from ${nanoseconds(begin)} to ${nanoseconds(end)}`);
-  svg.append(shape("rect", { class: `span ${cls}`, x, width: wide, y, height: ROW - 1, rx: wide > 5 ? 2.5 : 0 }, about));
+  svg.append(shape("rect", { class: `${wide > 4 ? "span " : ""}${cls}`, x, width: wide, y, height: ROW - 1, rx: wide > 5 ? 2.5 : 0 }, about));
   if (wide > label.length * 6.1 + 8) svg.append(shape("text", { class: `on-span ${cls}`, x: x + 5, y: y + 12.5 }, label));
 }
 
@@ -266,10 +282,10 @@ function drawMemory(width) {
     });
     names.forEach((name, k) => {
       const points = run.memory.curves[name].map(([t, value]) => [chart.atX(t), chart.atY(value * scale)]);
-      chart.svg.append(shape("path", { class: `curve run-${k}`, "stroke-dasharray": DASHES[k], d: path(points) }));
-      if (points.length < 3) points.forEach(([x, y]) => chart.svg.append(marker(k, x, y, { class: `run-${k}` })));
+      chart.svg.append(shape("path", { class: `curve mem-${k % 6}`, "stroke-dasharray": DASHES[k % 8], d: path(points) }));
+      if (points.length < 40) points.forEach(([x, y]) => chart.svg.append(marker(k, x, y, { class: `mem-${k % 6}` })));
     });
-    const legend = names.map((name, k) => swatched(`run-${k}`, `${name}, at most ${peak(run, name, unit, scale)}`));
+    const legend = names.map((name, k) => lineKey(k, `mem-${k % 6}`, `${name}, at most ${peak(run, name, unit, scale)}`));
     const title = runs.length > 1 ? [element("p", { class: "small-title" }, run.name)] : [];
     return [element("figure", { class: "chart" }, ...title, element("div", { class: "legend" }, ...legend), chart.svg)];
   }));
@@ -293,11 +309,9 @@ function draw() {
 }
 
 function legends() {
-  if (runs.length > 1) byId("idle-legend").append(...runs.map((run, k) => swatched(`run-${k}`, `${run.name} (${run.mode})`)));
+  if (runs.length > 1) byId("idle-legend").append(...runs.map((run, k) => lineKey(k, `run-${k}`, named(run))));
   const used = data.legs.filter((leg, k) => runs.some((run) => run.series.legs.some((point) => point[2 + k] > 0)));
   byId("legs-legend").append(...used.map((leg) => swatched(`leg-${leg}`, leg)));
-  const kinds = [["k-before", "step that ends"], ["k-after", "step that begins"], ["k-update", "update"], ["k-call", "calls"], ["k-idle", "idle: the devices wait"]];
-  byId("lanes-legend").append(...kinds.map(([kind, text]) => swatched(kind, text)));
 }
 
 function controls() {

@@ -112,6 +112,13 @@ function marker(kind, x, y, attributes) {
   return shape("path", { d: `M${x} ${y - r * 1.4}L${x + r * 1.4} ${y}L${x} ${y + r * 1.4}L${x - r * 1.4} ${y}Z`, ...attributes });
 }
 
+// What a line of a chart looks like, for its legend: the colour is not the only difference.
+function lineKey(kind, cls, text) {
+  const line = shape("path", { class: `curve ${cls}`, "stroke-dasharray": DASHES[kind % DASHES.length], d: "M1 7H33" });
+  const svg = shape("svg", { class: "key", viewBox: "0 0 34 14", height: 14, "aria-hidden": "true" }, line, marker(kind, 17, 7, { class: cls }));
+  return element("span", {}, svg, text);
+}
+
 function path(points) {
   return points.map(([x, y], k) => `${k ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 }

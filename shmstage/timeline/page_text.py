@@ -73,7 +73,7 @@ def figures(reports: Sequence[RunReport]) -> str:
         ("Idle of a step", _share(told), "median idle ÷ median step"),
         ("Staged boundaries", _count("staged_boundaries", told.staged_boundaries), f"of {_boundaries(report)}"),
         ("Steps", _count("steps", told.steps), _planned(report)),
-        ("State", _state(report), escape(report.record.verdict)),
+        ("State", _state(report), f'<span class="sentence">{escape(report.record.verdict)}</span>'),
     ]  # fmt: skip
     cards = "".join(
         f'<div class="tile"><dt>{name}</dt><dd>{value}</dd><dd class="small">{below}</dd></div>'
@@ -234,7 +234,8 @@ def history(reports: Sequence[RunReport]) -> str:
     parts = []
     for number, report in enumerate(reports):
         name = f'<span class="swatch run-{number}"></span><b>{escape(report.record.run)}</b>: ' if several else ""
-        parts.append(f"<p>{name}{escape(report.record.verdict)}. {_restarts(report)}</p>{_attempts(report)}")
+        text = f"{name}{escape(report.record.verdict)}. {_restarts(report)}"
+        parts.append(f'<p class="sentence">{text}</p>{_attempts(report)}')
     return "".join(parts) + _latch(reports)
 
 
