@@ -102,9 +102,9 @@ function causes(own) {
 
 function drawBoundary(width) {
   const panels = byId("panels");
-  byId("previous").disabled = chosen === null || chosen === steps[0];
-  byId("next").disabled = chosen === null || chosen === steps[steps.length - 1];
-  byId("worst").disabled = chosen === null;
+  // not `disabled`: whoever walks by keyboard must not lose the button under the fingers
+  const off = { previous: chosen === null || chosen === steps[0], next: chosen === null || chosen === steps[steps.length - 1], worst: chosen === null };
+  for (const [id, isOff] of Object.entries(off)) byId(id).setAttribute("aria-disabled", String(isOff));
   if (chosen === null) {
     panels.replaceChildren(element("p", { class: "about" }, "No boundary of which every instant is known."));
     return;
@@ -320,7 +320,7 @@ function controls() {
   const move = (by) => choose(steps[steps.indexOf(chosen) + by]);
   byId("previous").addEventListener("click", () => move(-1));
   byId("next").addEventListener("click", () => move(1));
-  byId("worst").addEventListener("click", () => choose(steps.reduce((a, b) => (idleOf(b) > idleOf(a) ? b : a))));
+  byId("worst").addEventListener("click", () => steps.length && choose(steps.reduce((a, b) => (idleOf(b) > idleOf(a) ? b : a))));
   for (const name of ["window", "range"]) {
     byId(`view-${name}`).addEventListener("click", () => {
       view = name;

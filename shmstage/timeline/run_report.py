@@ -94,6 +94,8 @@ def _boundaries(lines: Sequence[StepFigures], attempts: Sequence[Attempt]) -> tu
     noted = {b.after.step: b for attempt in attempts_of_steps(steps) for b in boundaries_of(attempt)}
     found, with_events = [], 0
     for line in lines:
+        if line.idle_s is None:
+            continue  # the first of its attempt: an earlier attempt's boundary is not its own
         own = noted.get(line.step)
         same = next((b for b in told[line.step] if own is None or _is_same(b, own)), None)
         if same is not None or own is not None:
