@@ -72,6 +72,8 @@ def partition(idle: Sequence[Interval], causes: Sequence[tuple[Leg, Iterable[Int
     left = union(idle)
     segments = []
     for leg, intervals in causes:
+        if not left:
+            break
         covering = union(intervals)
         segments += [Segment(begin, end, leg) for begin, end in intersection(left, covering)]
         left = difference(left, covering)
