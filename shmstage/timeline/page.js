@@ -51,16 +51,17 @@ function idleBars(chart, points, number, scale) {
 }
 
 function idleLine(chart, points, number, scale) {
+  const cls = runs.length > 1 ? `run-${number}` : "lone";
   const at = (point, k) => [chart.atX((point[0] + point[1]) / 2), chart.atY(point[k] * scale)];
   if (points.some((point) => point[3] !== point[2])) {
     const outline = [...points.map((p) => at(p, 3)), ...points.map((p) => at(p, 2)).reverse()];
-    chart.svg.append(shape("path", { class: `reach run-${number}`, d: path(outline) + "Z" }));
+    chart.svg.append(shape("path", { class: `reach ${cls}`, d: path(outline) + "Z" }));
   }
-  chart.svg.append(shape("path", { class: `curve run-${number}`, "stroke-dasharray": DASHES[number], d: path(points.map((p) => at(p, 2))) }));
+  chart.svg.append(shape("path", { class: `curve ${cls}`, "stroke-dasharray": DASHES[number], d: path(points.map((p) => at(p, 2))) }));
   if (points.length > 60) return;
   for (const point of points) {
     const [x, y] = at(point, 2);
-    const dot = marker(number, x, y, { class: `run-${number}` });
+    const dot = marker(number, x, y, { class: cls });
     dot.append(shape("title", {}, `${runs[number].name}, boundary before step ${stepName(point[0], point[1])}: ${seconds(point[2])}`));
     chart.svg.append(dot);
   }

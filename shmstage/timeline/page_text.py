@@ -51,7 +51,8 @@ def warnings_of(reports: Sequence[RunReport], extra: Sequence[str]) -> str:
         return ""
     items = "".join(f"<li>{line}</li>" for line in lines)
     title = "1 warning" if len(lines) == 1 else f"{len(lines)} warnings"
-    return f'<section class="warnings" aria-label="Warnings"><h2>{title}</h2><ul>{items}</ul></section>'
+    failed = " failed" if any(report.record.failures for report in reports) else ""
+    return f'<section class="warnings{failed}" aria-label="Warnings"><h2>{title}</h2><ul>{items}</ul></section>'
 
 
 # --- the figures --------------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ def figures(reports: Sequence[RunReport]) -> str:
         ("Idle of a step", _share(told), "median idle ÷ median step"),
         ("Staged boundaries", _count("staged_boundaries", told.staged_boundaries), f"of {_boundaries(report)}"),
         ("Steps", _count("steps", told.steps), _planned(report)),
-        ("State", _state(report), f'<span class="sentence">{escape(report.record.verdict)}</span>'),
+        ("State", _state(report), _verdict(report)),
     ]  # fmt: skip
     cards = "".join(
         f'<div class="tile"><dt>{name}</dt><dd>{value}</dd><dd class="small">{below}</dd></div>'
@@ -149,10 +150,16 @@ def _state(report: RunReport) -> str:
     return f'<span class="state {_STATES.get(state, "")}">{escape(state)}</span>'
 
 
+def _verdict(report: RunReport) -> str:
+    """What a failed run said stands among the warnings, where there is room for it."""
+    text = "what it said stands above" if report.record.failures else report.record.verdict
+    return f'<span class="sentence">{escape(text)}</span>'
+
+
 def _source(told: Figures) -> str:
     if told.source == "summary.json":
         return "Figures from summary.json, checked against the step lines."
-    return "No summary.json yet: figures of the step lines so far."
+    return "There is no summary.json: these are the figures of the step lines so far."
 
 
 # --- legs, memory, history ----------------------------------------------------------------------------------
@@ -212,7 +219,7 @@ def _mean_of(report: RunReport, k: int) -> str:
 
 
 def _leg_name(leg: str) -> str:
-    return f'<th scope="row"><span class="swatch leg-{leg}"></span>{leg}</th>'
+    return f'<th scope="row" class="whole"><span class="swatch leg-{leg}"></span>{leg}</th>'
 
 
 def _cell(value: float) -> str:
