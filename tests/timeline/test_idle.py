@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from made_runs import Plan, made
 
 from shmstage.timeline.boundaries import attempts_of_steps, boundaries_of, step_of_line
-from shmstage.timeline.idle import BoundaryInstants, boundary_idle, boundary_idle_s, calibrated_microbatch_s
+from shmstage.timeline.idle import (
+    BoundaryInstants,
+    boundary_idle,
+    boundary_idle_s,
+    calibrated_microbatch_s,
+    idle_windows,
+)
 from shmstage.timeline.intervals import intersection, length_ns, union
 from shmstage.timeline.microbatches import attempts_of
 
@@ -99,6 +105,7 @@ def test_the_larger_estimate_is_the_idle_whatever_the_stamps_say(
     waits = (*idle.before_update, *idle.after_update)
     assert idle.idle_ns == length_ns(union(waits)), "no wait is counted twice"
     assert not intersection(union(waits), union(busy))
+    assert idle_windows(at, None if microbatch_ns is None else microbatch_ns / 1e9, busy) == list(waits)
 
 
 TRUTH_PLANS = [
