@@ -11,12 +11,10 @@ from shmstage.orchestrator.evaluation import summed
 from shmstage.orchestrator.feeder import PackedMicrobatch
 from shmstage.orchestrator.latch import Latch
 from shmstage.orchestrator.trainer_client import ForwardResult
-from shmstage.timeline.idle import BoundaryInstants, boundary_idle_s, calibrated_microbatch_s
+from shmstage.timeline.idle import CALIBRATION_SAMPLES, BoundaryInstants, boundary_idle_s, calibrated_microbatch_s
 from shmstage.timeline.staging import StagingCost, staging_cost
 from shmstage.wire.messages import TicketEvent, TokenEvent
 
-#: samples kept for the calibrated micro-batch time
-CALIBRATION_SAMPLES = 64
 #: evaluations and scorings remembered: those of one boundary and of the step before it
 WINDOWS_KEPT = 4096
 
