@@ -63,7 +63,8 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
         stack.callback(worker.close)
         while not worker.finished and not ending.is_due():
             pending = server.next_request(POLL_S)
-            ending.notice_death(worker.orchestrator_held)
+            if pending is None or pending.hello is not None:  # who asks for something else lives
+                ending.notice_death(worker.orchestrator_held)
             if pending is not None:
                 _answer(pending, worker, server, identity, ending)
 

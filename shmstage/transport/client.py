@@ -43,6 +43,7 @@ _POLL_S = 0.1  # how long a dead peer or a stop goes unnoticed
 _DRAIN_S = 0.25  # how long the last frames of a dead peer may take out of the kernel's buffers
 _FULL_S = 0.01  # before another try when the channel did not take a frame
 _RESEND_ASK_S = 0.2
+_ACK_EVERY = 32  # events, unless there is time to wait: the server keeps what is not acknowledged
 _ERRORS = by_name()
 
 
@@ -79,6 +80,7 @@ class Client:
         self._ping_number = 0
         self._ping_at = 0.0
         self._pong: tuple[float, str] | None = None
+        self._check_at = 0.0
         self._woken = False
         self._in_use = threading.Lock()
 
@@ -164,13 +166,14 @@ class Client:
                 elif self._inbox or self._woken:
                     break
                 else:
-                    dying = self._check("events", dying)
+                    if wait_s > 0 or now >= self._check_at:
+                        dying = self._check("events", dying)
                     if not dying and self._clock() >= deadline:
                         break
             self._woken = False
             found, self._inbox = self._inbox, []
-            if self._acknowledged < self._received and self._channel.send(encode(EventAck(self._received))):
-                self._acknowledged = self._received
+            if self._received - self._acknowledged >= (1 if timeout_s > 0 else _ACK_EVERY):
+                self._acknowledge()
             return found
 
     def wake(self) -> None:
@@ -210,6 +213,7 @@ class Client:
 
     def _check(self, what: str, dying: bool) -> bool:
         """True if the peer is dead but its last frames may still be under way; the second time it raises."""
+        self._check_at = self._clock() + _POLL_S
         if self._stop is not None and self._stop():
             raise StoppedError(f"stopped while waiting for {what}")
         if self.peer is None or not self.peer.dead():
@@ -248,6 +252,10 @@ class Client:
             return
         self._received = event.number
         self._inbox.append(event)
+
+    def _acknowledge(self) -> None:
+        if self._channel.send(encode(EventAck(self._received))):
+            self._acknowledged = self._received
 
     def _ask_resend(self) -> None:
         # One gap shows in every event behind it; one request brings them all.
