@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from typing import final
 
+from shmstage.frozen import replace
 from shmstage.orchestrator import schedule_events as events
 from shmstage.orchestrator.commands import FORWARD, SCORE, Command, Key, Kind, Micro
 from shmstage.orchestrator.schedule_next import next_command, waits_to_plan
 from shmstage.orchestrator.schedule_state import Config, Latch, State, packed_as
-from shmstage.records import replace
 
 __all__ = ["FORWARD", "SCORE", "BoundarySchedule", "Command", "Config", "Key", "Kind", "Latch", "Micro", "State"]
 

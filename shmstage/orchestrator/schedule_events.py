@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from shmstage.frozen import replace
 from shmstage.orchestrator.commands import FORWARD, Command, Key, Kind, Micro
 from shmstage.orchestrator.schedule_state import Config, State, checkpoint_is_due, stage_is_planned
-from shmstage.records import replace
 
 
 def on_returned(config: Config, state: State, command: Command) -> State:

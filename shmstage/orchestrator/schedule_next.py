@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from shmstage.frozen import replace
 from shmstage.orchestrator.commands import SCORE, Command, Kind, Micro
 from shmstage.orchestrator.schedule_state import Config, State, is_last, last_call_defers, packed_as
-from shmstage.records import replace
 
 #: what goes before bookkeeping: it gives the device something to do while the host keeps books
 BEFORE_BOOKS = (Kind.STAGE, *SCORE)

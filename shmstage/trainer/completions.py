@@ -114,11 +114,9 @@ class Completions:
     def failures(self) -> list[Failure]:
         """Failures since the last call."""
         found = []
-        while True:
-            try:
-                found.append(self._failures.get_nowait())
-            except queue.Empty:
-                return found
+        while not self._failures.empty():  # only the caller takes from it
+            found.append(self._failures.get_nowait())
+        return found
 
     def drain(self, timeout_s: float) -> None:
         """Return when everything dispatched so far has resolved."""

@@ -20,8 +20,8 @@ from shmstage.errors import (
     TrainerError,
     UpdateDeferredError,
 )
+from shmstage.frozen import replace
 from shmstage.memory.handle import Handle
-from shmstage.records import replace
 
 COMMANDS = frozenset({
     "info", "compile", "fwd_bwd", "stage_fwd_bwd", "fwd_bwd_staged", "patch_staged", "apply_deferred_update", "update",

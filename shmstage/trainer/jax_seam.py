@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ def struct(shape: Sequence[int], dtype: str, sharding: jax.sharding.Sharding) ->
     return jax.ShapeDtypeStruct(shape, numpy_dtype(dtype), sharding=sharding)  # type: ignore[no-untyped-call]
 
 
+@lru_cache(maxsize=1024)
 def is_cpu(sharding: jax.sharding.Sharding) -> bool:
     """True if any of its devices is the host's own."""
     devices: Any = sharding.device_set

@@ -49,7 +49,8 @@ class TokenWatcher:
 
     def watch(self, arrays: Any, on_ready: OnReady) -> None:
         """Call ``on_ready`` once every array of the pytree is ready or failed. The references are dropped first."""
-        if self._at_once and all(array.is_ready() for array in jax.tree.leaves(arrays)):
+        leaves = arrays if type(arrays) is list else jax.tree.leaves(arrays)
+        if self._at_once and all(array.is_ready() for array in leaves):
             _tell(on_ready, self._clock_ns(), failure_of(arrays))
             return
         self._waiting.put(_Watched(arrays, on_ready))

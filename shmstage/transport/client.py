@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, final
 
 from shmstage.errors import (
@@ -48,6 +47,23 @@ _ERRORS = by_name()
 
 
 @final
+class _OneAtATime:
+    """A lock that is never waited for."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise TransportError("a client was used from two threads at once; give each its own")
+
+    def __exit__(self, *raised: object) -> None:
+        self._lock.release()
+
+
+@final
 class Client:
     """Calls a server, and collects its events."""
 
@@ -82,7 +98,7 @@ class Client:
         self._pong: tuple[float, str] | None = None
         self._check_at = 0.0
         self._woken = False
-        self._in_use = threading.Lock()
+        self._in_use = _OneAtATime()
 
     @property
     def incarnation(self) -> int:
@@ -95,7 +111,7 @@ class Client:
         Raises ``WaitTimeoutError``, ``PeerRestartedError`` if a newer epoch has taken over, ``ProtocolError`` if
         the other side speaks another version, or whatever the server failed with.
         """
-        with self._exclusive():
+        with self._in_use:
             while self._channel.recv(0.0) is not None:
                 pass  # left over from a session that is over
             before = (self._epoch, self._incarnation)
@@ -128,7 +144,7 @@ class Client:
         (nothing was done), ``PeerLostError`` if its process is dead, ``WaitTimeoutError`` past the deadline: then
         the command may still run, until a later call cancels it.
         """
-        with self._exclusive():
+        with self._in_use:
             if self._incarnation == 0:
                 raise ProtocolError(f"{command} was called before hello()")
             self._sequence += 1
@@ -153,7 +169,7 @@ class Client:
         Waits up to ``timeout_s`` seconds for the first, or until ``wake``. Raises ``PeerLostError`` once a dead
         server's last events have been returned.
         """
-        with self._exclusive():
+        with self._in_use:
             deadline = self._clock() + timeout_s
             dying = False
             while True:
@@ -273,14 +289,6 @@ class Client:
             self._channel.send(encode(Ping(self._ping_number)))
             self._ping_at = now + _PING_S
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        if not self._in_use.acquire(blocking=False):
-            raise TransportError("a client was used from two threads at once; give each its own")
-        try:
-            yield
-        finally:
-            self._in_use.release()
 
 
 def _is_refusal(message: Message) -> bool:

@@ -125,10 +125,11 @@ class _Socket:
                 return parts
             deadline = time.monotonic() + timeout_s
             while not self._woken:
-                for fd, _ in self._poll.poll(_milliseconds(timeout_s)):
+                ready = self._poll.poll(_milliseconds(timeout_s))
+                for fd, _ in ready:
                     if fd == self._waker.fd:
                         self._waker.clear()
-                parts = self._try_recv()
+                parts = self._try_recv(likely=bool(ready))
                 # The descriptors also become readable for what is no message: a peer that connected, a sender's nudge.
                 timeout_s = deadline - time.monotonic()
                 if parts is not None or timeout_s <= 0:
@@ -138,12 +139,12 @@ class _Socket:
         finally:
             self._waiting = False
 
-    def _try_recv(self) -> list[bytes] | None:
+    def _try_recv(self, *, likely: bool = False) -> list[bytes] | None:
         with self._lock:
             self._guard.check_open()
             try:
-                # asked first: that nothing is there is the rule, and an exception for it costs more than the question
-                if not self._events(_EVENTS) & _POLLIN:
+                # asked first where nothing may well be there: an exception costs more than the question
+                if not likely and not self._events(_EVENTS) & _POLLIN:
                     return None
                 parts = [self.raw.recv(_NOBLOCK)]
                 while self._events(_RCVMORE):
