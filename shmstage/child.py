@@ -14,7 +14,7 @@ from types import FrameType
 from typing import final
 
 from shmstage.errors import SettingsError, ShmstageError
-from shmstage.events import parse_record, read_json, write_failure
+from shmstage.records import parse_record, read_json, write_failure
 from shmstage.settings import Settings
 
 

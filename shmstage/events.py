@@ -1,192 +1,188 @@
-"""Records on disk: JSON lines that never end a step, JSON files replaced in one piece, and why a process failed."""
+"""What happened in one process, as raw instants: a bounded append-only file of JSON lines, written off the hot path.
+
+Every line after the head is one event, on the process's monotonic clock in nanoseconds:
+
+    {"t": …, "end": …, "event": "staged", "lane": "uploads", "step": 3, "index": 0, "id": "…", …figures}
+
+`t` is the instant, or the beginning of a span that `end` closes. `step`, `index` and `id` come from the handle and are
+left out where an event is of no micro-batch. The head says whose clock it is and what the wall clock showed:
+`{"schema": 1, "process": "trainer", "pid": …, "start": 2, "run": "…", "monotonic_ns": …, "wall_s": …}`; a process that
+is started again begins with a head of its own in the same file.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
+import logging
 import os
-import stat
-import sys
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard, final
+from typing import Final, final
 
-from shmstage.errors import RunFailedError, SettingsError, ShmstageError, by_name, named, shown
+from shmstage.records import JsonLines
 
-#: the longest JSON record that is read, in a file of its own or as one line; what we write is far below it
-RECORD_LIMIT_NBYTES = 16 << 20
-_FAILURE_CHARACTERS = 2000
+log = logging.getLogger(__name__)
+
+SCHEMA: Final = 1
+
+#: event → its lane. A span's name says what was over at its end.
+LANES: Final[dict[str, str]] = {
+    # the orchestrator's
+    "group_arrived": "source",  # trajectories, nbytes
+    "data_wait": "source",  # span: the feeder had nothing to pack
+    "slot_acquired": "packer",  # span: asked for → got; slot
+    "packed": "packer",  # span: fill began → filled; slot, nbytes, tokens
+    "published": "packer",  # slot, generation
+    "called": "control",  # span: sent → answered; command, sequence
+    "bookkept": "bookkeeping",  # span: step metrics, step line, hooks
+    "gauged": "counters",  # free_slots, held_nbytes, queued
+    # the trainer's
+    "received": "trainer",  # the request came to the executing thread; command, sequence
+    "executed": "trainer",  # span: begun → answered; command, sequence
+    "staged": "uploads",  # span: upload issued → on the device; nbytes
+    "patched": "uploads",  # span: late fields issued → on the device
+    "lease_ended": "slots",  # slot, generation
+    "dispatched": "dispatch",  # span: dispatch began → call returned; kind = fwd_bwd, replay or update
+    "ready": "device",  # kind = fwd_bwd or replay
+    "settled": "device",
+    "retired": "device",  # buffer
+    "landed": "update",
+    "ticketed": "snapshots",  # span: asked for → resolved; kind = metrics, checkpoint or weights
+    "checkpoint_durable": "snapshots",
+    "weights_published": "snapshots",  # version
+    # both
+    "memory": "counters",  # rss_nbytes, shared_nbytes
+}
+
+#: events that wait to be written; more are dropped and counted
+CAPACITY: Final = 1 << 16
+WRITE_EVERY_S: Final = 0.1
+SAMPLE_EVERY_S: Final = 1.0
+
+Figure = int | float | str
+_Noted = tuple[str, int, int, int, int, str, dict[str, Figure]]
 
 
 @final
-class JsonLines:
-    """Append-only JSON lines, flushed per record: a killed process leaves whole lines and perhaps a torn last one.
+class EventWriter:
+    """Notes events from any thread and writes them from one of its own, ten times a second.
 
-    That one is cut off before anything is added. Nothing here raises once it is made: the first failure is said once on
-    stderr, later ones are counted in ``failures``.
+    Nothing here raises into the caller or waits for a disk. A killed process loses what it noted in the last tenth of a
+    second; a torn last line is cut off by the next start and left out by readers. At half of `limit_nbytes` the file is
+    renamed to `NAME.old.jsonl`, over the one before it: the newest events are kept, at least half of the limit's worth.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.failures = 0
-        _cut_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(
+        self,
+        path: Path,
+        *,
+        process: str,
+        run: str,
+        start: int,
+        limit_nbytes: int,
+        sample: Callable[[], dict[str, Figure]] | None = None,
+    ) -> None:
+        """`start`: the epoch or incarnation. `sample`: figures of a `memory` event, read by the writing thread."""
+        self._path = path
+        self._head = {"schema": SCHEMA, "process": process, "pid": os.getpid(), "start": start, "run": run}
+        self._limit_nbytes = limit_nbytes
+        self._sample = sample
+        self._noted: deque[_Noted] = deque()
+        self._dropped = 0
+        self._stopped = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shmstage-events", daemon=True)
+        self._thread.start()
 
-    def write(self, record: dict[str, Any]) -> bool:
-        """True if the record is in the file."""
-        try:
-            self._file.write(json.dumps(record, allow_nan=True) + "\n")
-            self._file.flush()
-        except (OSError, ValueError, TypeError) as error:
-            self.failures += 1
-            if self.failures == 1:
-                with contextlib.suppress(OSError):  # the log may lie on the same full disk
-                    print(f"shmstage: {self.path}: record lost ({error}); the run goes on", file=sys.stderr, flush=True)
-            return False
-        return True
-
-    def sync(self) -> bool:
-        """True if everything written is on the disk: it survives a loss of power."""
-        try:
-            os.fsync(self._file.fileno())
-        except (OSError, ValueError):
-            return False
-        return True
+    def note(
+        self,
+        event: str,
+        t: int = 0,
+        end: int = 0,
+        *,
+        step: int = -1,
+        index: int = -1,
+        request_id: str = "",
+        **figures: Figure,
+    ) -> None:
+        """`t` 0: now. Costs an append; encoding and writing come later."""
+        if self._stopped or len(self._noted) >= CAPACITY:
+            self._dropped += 1
+            return
+        self._noted.append((event, t or time.monotonic_ns(), end, step, index, request_id, figures))
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be flushed has been counted already
-            self._file.close()
+        """Writes what is noted and ends the thread, within seconds."""
+        self._over.set()
+        self._thread.join(5.0)
 
+    def _run(self) -> None:
+        try:
+            self._write()
+        except Exception:
+            log.exception("%s: no more events are written; the run goes on", self._path)
+            self._stopped = True
 
-def _cut_torn_line(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        keep = size
-        while keep > 0:
-            begin = max(0, keep - 65536)
-            file.seek(begin)
-            newline = file.read(keep - begin).rfind(b"\n")
-            keep = begin + newline + 1 if newline >= 0 else begin
-            if newline >= 0:
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file, written = self._begun()
+        next_sample = 0.0
+        over = False
+        while not over:
+            over = self._over.wait(WRITE_EVERY_S)
+            now = time.monotonic()
+            if self._sample is not None and (over or now >= next_sample):
+                next_sample = now + SAMPLE_EVERY_S
+                self._noted.append(("memory", time.monotonic_ns(), 0, -1, -1, "", self._sample()))
+            text = self._encoded(over)
+            if not text:
+                continue
+            if written > self._limit_nbytes // 2:
+                file.close()
+                self._path.replace(self._path.with_suffix(".old.jsonl"))
+                file, written = self._begun()
+            if not file.write_lines(text):
+                self._stopped = True  # a full disk; said by the file, and not to be waited for
                 break
-        if keep < size:
-            file.truncate(keep)
+            written += len(text)
+        file.close()
+
+    def _begun(self) -> tuple[JsonLines, int]:
+        file = JsonLines(self._path)
+        file.write({**self._head, "monotonic_ns": time.monotonic_ns(), "wall_s": time.time()})
+        return file, self._path.stat().st_size
+
+    def _encoded(self, over: bool) -> str:
+        lines = [_line(self._noted.popleft()) for _ in range(len(self._noted))]
+        if self._dropped and (over or lines):
+            lines.append(f'{{"t":{time.monotonic_ns()},"event":"dropped","lane":"counters","events":{self._dropped}}}\n')
+            self._dropped = 0
+        return "".join(lines)
 
 
-def write_json(path: Path, value: dict[str, Any], *, mode: int = 0o666) -> None:
-    """Replace ``path`` in one piece; a reader sees the old file or the new one. ``mode`` is subject to the umask."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)  # of a process that was killed while it wrote, and had the same pid
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(json.dumps(value, indent=1) + "\n")
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+def _line(noted: _Noted) -> str:
+    event, t, end, step, index, request_id, figures = noted
+    parts = [f'{{"t":{t}']
+    if end:
+        parts.append(f'"end":{end}')
+    parts.append(f'"event":"{event}","lane":"{LANES[event]}"')
+    if step >= 0:
+        parts.append(f'"step":{step},"index":{index}' if index >= 0 else f'"step":{step}')
+    if request_id:
+        parts.append(f'"id":{json.dumps(request_id)}')
+    for name, figure in figures.items():
+        parts.append(f'"{name}":{figure if type(figure) is int else json.dumps(figure)}')
+    return ",".join(parts) + "}\n"
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file for reading. Raises ``OSError``; what is no file, a pipe for one, is not waited for."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
+class NoEvents:
+    """Stands where events are switched off."""
 
+    def note(self, event: str, t: int = 0, end: int = 0, **figures: Figure) -> None:
+        return
 
-def parse_record(text: bytes) -> dict[str, Any]:
-    """The JSON object that ``text`` is. Raises ``ValueError`` for anything else."""
-    if len(text) > RECORD_LIMIT_NBYTES:
-        raise ValueError(f"longer than {RECORD_LIMIT_NBYTES} bytes")
-    try:
-        record = json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    if type(record) is not dict:
-        raise ValueError(f"no JSON object: {shown(text, 60)}")
-    return record
-
-
-def is_count(value: object) -> TypeGuard[int]:
-    """A step, an attempt: an integer from 0 that is exact in every JSON reader and may still be counted up."""
-    return type(value) is int and 0 <= value < 1 << 53
-
-
-def read_json(path: Path, remedy: str = "choose another --out") -> dict[str, Any]:
-    """What ``write_json`` wrote. Raises ``FileNotFoundError``, or ``SettingsError`` for what no record can be."""
-    try:
-        with open_regular(path) as file:
-            nbytes = min(os.fstat(file.fileno()).st_size, RECORD_LIMIT_NBYTES)  # a buffer of the limit would be made
-            return parse_record(file.read(nbytes + 1))
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise SettingsError(f"{path} cannot be read: {reason}; {remedy}") from None
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a JSON-lines file; a torn last line (the writer was killed) is left out.
-
-    Raises ``SettingsError`` naming the line if the file holds anything else.
-    """
-    records: list[dict[str, Any]] = []
-    try:
-        with open_regular(path) as file:
-            while line := file.readline(RECORD_LIMIT_NBYTES + 1):
-                if not line.endswith(b"\n") and len(line) <= RECORD_LIMIT_NBYTES:
-                    break
-                records.append(parse_record(line))
-    except FileNotFoundError:
-        return records
-    except OSError as error:
-        raise SettingsError(f"{path} cannot be read: {error.strerror}; remove it or choose another --out") from None
-    except ValueError:
-        raise SettingsError(
-            f"{path} line {len(records) + 1} is no JSON record: {line[:40]!r}; restore the file or choose another --out"
-        ) from None
-    return records
-
-
-def failure_path(out: Path, role: str) -> Path:
-    return out / f"{role}.failure.json"
-
-
-def read_failure(out: Path, role: str, pid: int | None = None) -> ShmstageError | None:
-    """What ``write_failure`` left, as an error of the same class; ``None`` if the child left nothing.
-
-    With ``pid``, what another process left says nothing: a child of an earlier start may end late.
-    """
-    try:
-        record = read_json(failure_path(out, role), f"see {out / role}.log")
-    except FileNotFoundError:
-        return None
-    except SettingsError as error:  # whoever asks wants to know why a child ended, not why a record is damaged
-        return RunFailedError(str(error))
-    if pid is not None and record.get("pid") != pid:
-        return None
-    kind, text = record.get("kind"), record.get("text")
-    if type(kind) is not str or type(text) is not str:
-        return RunFailedError(f"{failure_path(out, role)} gives no reason: {shown(record)}; see {out / role}.log")
-    text = "".join(letter if letter.isprintable() else " " for letter in text[:_FAILURE_CHARACTERS])
-    cls = by_name().get(kind)
-    if cls is None:
-        return RunFailedError(f"{named(kind)}: {text}; traceback in {out / role}.log")
-    return cls(text)
-
-
-def write_failure(out: Path, role: str, error: BaseException) -> int:
-    """Leave the reason a child ended where its launcher finds it; returns the exit code that says the same."""
-    known = isinstance(error, ShmstageError)
-    code = error.exit_code if isinstance(error, ShmstageError) else 5
-    text = " ".join(str(error).split()) or type(error).__name__
-    record = {"role": role, "pid": os.getpid(), "kind": type(error).__name__, "text": text, "exit_code": code}
-    try:
-        write_json(failure_path(out, role), {**record, "known": known, "wall_s": time.time()})
-    except OSError as full:
-        with contextlib.suppress(OSError):  # the log lies on the same disk
-            print(f"{failure_path(out, role)}: {full}", file=sys.stderr, flush=True)
-    return code
+    def close(self) -> None:
+        return

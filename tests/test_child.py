@@ -12,7 +12,7 @@ import pytest
 
 from shmstage.child import Lifeline, run_child
 from shmstage.errors import PeerLostError
-from shmstage.events import read_failure
+from shmstage.records import read_failure
 from shmstage.settings import Settings
 
 

@@ -1,103 +1,70 @@
-"""Records on disk: whole lines, whole files, never the end of a step."""
+"""The file of raw instants: whole lines, a head per start, bounded, never in the way."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
-import pytest
-
-from shmstage.errors import BudgetError, SettingsError
-from shmstage.events import JsonLines, failure_path, read_failure, read_json_lines, write_failure, write_json
+from shmstage.events import CAPACITY, EventWriter
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    lines = JsonLines(path)
-    lines.write({"a": 1})
-    lines.close()
-    with path.open("a") as file:
-        file.write('{"a": 2, "b"')
-    assert read_json_lines(path) == [{"a": 1}]
-    assert read_json_lines(tmp_path / "none") == []
+def writer(path: Path, limit_nbytes: int = 1 << 20) -> EventWriter:
+    return EventWriter(path, process="trainer", run="r1", start=2, limit_nbytes=limit_nbytes)
 
 
-@pytest.mark.parametrize("torn", ["{", '{"a": 2, "b"', "x" * 200_000, ""])
-@pytest.mark.parametrize("before", ["", '{"a": 1}\n', '{"a": 1}\n{"a": 2}\n'])
-def test_a_torn_line_is_cut_off_before_anything_is_added(before: str, torn: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text(before + torn)
-    lines = JsonLines(path)
-    lines.write({"a": 3})
-    lines.close()
-    assert path.read_text() == before + '{"a": 3}\n'
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_line_that_is_no_record_is_bad_input_that_names_it(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"a": 1}\n{"a": 2{"a": 3}\n')
-    with pytest.raises(SettingsError, match="x.jsonl line 2 is no JSON record"):
-        read_json_lines(path)
+def test_every_event_is_a_line_with_its_lane_and_the_identity_of_the_handle(tmp_path: Path) -> None:
+    events = writer(tmp_path / "events" / "trainer.jsonl")
+    events.note("staged", 5, 9, step=3, index=0, request_id='3.0@1:4"', nbytes=64)
+    events.note("executed", 10, 11, command="info", share=0.5)
+    events.close()
+    head, staged, executed = lines(tmp_path / "events" / "trainer.jsonl")
+    assert (head["schema"], head["process"], head["start"], head["run"]) == (1, "trainer", 2, "r1")
+    assert {"monotonic_ns", "wall_s", "pid"} <= head.keys()
+    assert staged == {"t": 5, "end": 9, "event": "staged", "lane": "uploads", "step": 3, "index": 0,
+                      "id": '3.0@1:4"', "nbytes": 64}  # fmt: skip
+    assert executed == {"t": 10, "end": 11, "event": "executed", "lane": "trainer", "command": "info", "share": 0.5}
 
 
-def test_a_record_that_cannot_be_written_is_said_once_and_raises_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """B1"""
-    lines = JsonLines(tmp_path / "x.jsonl")
-    lines.write({"a": object()})
-    lines.close()
-    lines.write({"a": 1})
-    assert lines.failures == 2
-    assert capsys.readouterr().err.count("record lost") == 1
+def test_a_start_after_a_kill_cuts_the_torn_line_and_adds_a_head_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.jsonl"
+    path.write_text('{"schema":1}\n{"t":5,"eve')
+    writer(path).close()
+    assert [record.get("schema") for record in lines(path)] == [1, 1]
 
 
-def test_a_json_file_is_replaced_in_one_piece(tmp_path: Path) -> None:
-    write_json(tmp_path / "s.json", {"a": 1}, mode=0o600)
-    assert (tmp_path / "s.json").stat().st_mode & 0o777 == 0o600
-    write_json(tmp_path / "s.json", {"a": 2})
-    assert json.loads((tmp_path / "s.json").read_text()) == {"a": 2}
-    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["s.json"]
+def test_at_half_the_limit_the_older_half_makes_room_and_the_newest_events_are_kept(tmp_path: Path) -> None:
+    path, limit = tmp_path / "trainer.jsonl", 20_000
+    for _ in range(4):  # starts; a write that finds more than half of the limit begins a new file
+        events = writer(path, limit)
+        for number in range(200):
+            events.note("retired", number + 1, buffer=number)
+        events.close()
+    old = path.with_suffix(".old.jsonl")
+    assert old.exists()
+    assert path.stat().st_size + old.stat().st_size < 2 * limit
+    assert lines(old)[0]["schema"] == lines(path)[0]["schema"] == 1
 
 
-def test_a_failure_keeps_its_class_text_and_exit_code(tmp_path: Path) -> None:
-    assert write_failure(tmp_path, "trainer", BudgetError("too much")) == 2
-    record = json.loads(failure_path(tmp_path, "trainer").read_text())
-    assert (record["kind"], record["text"], record["known"]) == ("BudgetError", "too much", True)
-    assert write_failure(tmp_path, "trainer", ValueError("odd")) == 5
+def test_what_comes_faster_than_it_is_written_is_dropped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.jsonl"
+    events = writer(path, 1 << 30)
+    for number in range(3 * CAPACITY):
+        events.note("retired", number + 1)
+    events.close()
+    records = lines(path)
+    kept = sum(record.get("event") == "retired" for record in records)
+    dropped = sum(int(str(record["events"])) for record in records if record.get("event") == "dropped")
+    assert kept + dropped == 3 * CAPACITY
 
 
-def test_what_another_process_left_says_nothing_of_this_child(tmp_path: Path) -> None:
-    write_failure(tmp_path, "trainer", BudgetError("too much"))
-    assert isinstance(read_failure(tmp_path, "trainer", os.getpid()), BudgetError)
-    assert read_failure(tmp_path, "trainer", os.getpid() + 1) is None
-
-
-def test_a_failure_that_cannot_be_written_still_gives_its_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert write_failure(tmp_path / "gone", "trainer", BudgetError("too much")) == 2
-    assert "No such file" in capsys.readouterr().err
-
-
-def test_a_json_file_that_cannot_be_written_leaves_no_part_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: Path, target: Path) -> Path:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_json(tmp_path / "run.json", {})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_lines_say_whether_they_are_written(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "a.jsonl")
-    assert lines.write({"a": 1})
-    assert lines.sync()
-    assert not lines.write({"a": object()})
-    lines.close()
-    assert not lines.write({"a": 2})
-    assert not lines.sync()
+def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "events").write_text("a file where the folder should be")
+    events = writer(tmp_path / "events" / "trainer.jsonl")
+    events.note("retired")
+    events.close()
+    events.note("retired")
+    assert (tmp_path / "events").read_text() == "a file where the folder should be"

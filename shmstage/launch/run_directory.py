@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from shmstage.errors import InputError, SettingsError, named, shown
-from shmstage.events import failure_path, read_json
 from shmstage.memory.identity import PeerWatch
 from shmstage.memory.locks import lock_exclusively
 from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, owned_objects
 from shmstage.memory.sweep import sweep
 from shmstage.orchestrator.beginning import NAME as BEGUN
 from shmstage.orchestrator.step_lines import read_step_lines
+from shmstage.records import failure_path, read_json
 from shmstage.settings import Settings
 
 POLL_S = 0.1

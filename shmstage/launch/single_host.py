@@ -23,13 +23,13 @@ from shmstage.errors import (
     StoppedError,
     TrainerError,
 )
-from shmstage.events import failure_path, read_failure, read_json, write_failure, write_json
 from shmstage.launch.keeper import ROLES, ChildProcess, Keeper
 from shmstage.launch.processes import Child
 from shmstage.launch.run_directory import LAUNCHER, claimed
 from shmstage.launch.step_follower import StepFollower
 from shmstage.memory.names import owned_objects
 from shmstage.memory.sweep import sweep
+from shmstage.records import failure_path, read_failure, read_json, write_failure, write_json
 from shmstage.settings import Settings
 from shmstage.transport.endpoint_lock import EndpointLock, clear_stale_endpoints
 from shmstage.transport.endpoints import endpoint_for, socket_path

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, final
 
 from shmstage.errors import shown
-from shmstage.events import is_count, open_regular, parse_record
+from shmstage.records import is_count, open_regular, parse_record
 
 
 @final

@@ -14,13 +14,13 @@ from typing import Any, final
 from shmstage.budget.formula import MOMENTS, Forecast, Moment, forecast
 from shmstage.budget.report import add_texts
 from shmstage.errors import SettingsError, shown
-from shmstage.events import read_json
 from shmstage.launch.run_directory import find_run
 from shmstage.memory.inspect import PoolSnapshot, read_pools
 from shmstage.memory.limits import format_nbytes
 from shmstage.memory.usage import ProcessUse, process_use
 from shmstage.operate.budget_command import inputs_from
 from shmstage.operate.budget_settings import take_table
+from shmstage.records import read_json
 from shmstage.settings import Settings, resolve
 
 REMEDY = "restore it, or name another run"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from shmstage.errors import SettingsError
-from shmstage.events import read_failure
 from shmstage.launch.run_directory import LAUNCHER, ROLES, find_run
 from shmstage.memory.inspect import (
     PoolSnapshot,
@@ -25,6 +24,7 @@ from shmstage.memory.inspect import (
 from shmstage.memory.names import list_objects, run_hash
 from shmstage.operate.run_verdict import DEFAULT_STOP_GRACE_S, Verdict, judge
 from shmstage.operate.step_tail import Progress, read_progress
+from shmstage.records import read_failure
 from shmstage.settings import DEFAULT_STEPS
 
 

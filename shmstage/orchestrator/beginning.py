@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from shmstage.errors import SettingsError, shown
-from shmstage.events import is_count, read_json, write_json
+from shmstage.records import is_count, read_json, write_json
 
 NAME = "begun.json"
 

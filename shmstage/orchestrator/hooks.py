@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, final
 
 from shmstage.errors import SettingsError, WaitTimeoutError, shown
-from shmstage.events import JsonLines, is_count, read_json_lines
+from shmstage.records import JsonLines, is_count, read_json_lines
 
 VERDICTS = "hooks.jsonl"
 

@@ -25,7 +25,7 @@ class Arrival:
 
     pass_number: int
     trajectory: Trajectory
-    nbytes: int = 0
+    nbytes: int
 
 
 @dataclass(frozen=True)

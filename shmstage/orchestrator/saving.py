@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from shmstage.errors import RunFailedError, SettingsError, shown
-from shmstage.events import read_json, write_json
 from shmstage.orchestrator.feeder import PackedMicrobatch
 from shmstage.orchestrator.resume import ResumeState, state_to_metadata
+from shmstage.records import read_json, write_json
 
 if TYPE_CHECKING:
     from shmstage.orchestrator.ledger import Ledger

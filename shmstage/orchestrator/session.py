@@ -9,7 +9,6 @@ from typing import Any
 
 from shmstage.budget.check import check_before_pool
 from shmstage.errors import PluginError, PoolError, SettingsError, TransportError
-from shmstage.events import JsonLines, write_json
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.pool import Pool
 from shmstage.memory.sweep import sweep
@@ -25,6 +24,7 @@ from shmstage.packing.plan import PlanSettings
 from shmstage.packing.routing import is_encoded
 from shmstage.packing.source import BundleSource
 from shmstage.packing.trajectory import Trajectory
+from shmstage.records import JsonLines, write_json
 from shmstage.settings import Settings
 
 

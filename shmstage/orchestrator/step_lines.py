@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shmstage.errors import SettingsError
-from shmstage.events import is_count, read_json_lines
+from shmstage.records import is_count, read_json_lines
 
 
 def read_step_lines(path: Path) -> list[dict[str, Any]]:

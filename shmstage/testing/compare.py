@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from shmstage.errors import RunFailedError, SettingsError
-from shmstage.events import read_failure, read_json_lines
 from shmstage.launch.processes import Child
 from shmstage.launch.run_command import add_settings, resolve_args
 from shmstage.launch.run_directory import completed
 from shmstage.launch.single_host import run
+from shmstage.records import read_failure, read_json_lines
 from shmstage.settings import BOUNDARIES, SWITCHES, Boundary, Settings
 from shmstage.testing.boundary_table import expected_calls, received_calls
 

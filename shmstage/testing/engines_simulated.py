@@ -19,8 +19,8 @@ import numpy as np
 import xxhash
 
 from shmstage.errors import SettingsError
-from shmstage.events import write_json
 from shmstage.memory.layout import Layout
+from shmstage.records import write_json
 from shmstage.testing.simulated_device import Operation, SimulatedDevice
 
 Array = np.ndarray[Any, Any]

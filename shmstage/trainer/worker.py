@@ -16,9 +16,9 @@ from typing import Any, TypeVar, final
 import jax
 
 from shmstage.errors import CheckpointError, EngineError, PeerRestartedError, PoolError, ProtocolError, ShmstageError
-from shmstage.events import JsonLines
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.reservation import Numa
+from shmstage.records import JsonLines
 from shmstage.trainer.aliasing import nudge
 from shmstage.trainer.arguments import Arguments, for_the_record
 from shmstage.trainer.attachment import Attachment

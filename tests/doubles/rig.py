@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from shmstage.errors import PoolError, ShmstageError
-from shmstage.events import JsonLines
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.pool import Pool
 from shmstage.memory.sweep import sweep
@@ -30,6 +29,7 @@ from shmstage.orchestrator.step_lines import last_step, read_step_lines, roll_ba
 from shmstage.orchestrator.trainer_client import TrainerClient
 from shmstage.packing.source import Group
 from shmstage.packing.trajectory import Trajectory
+from shmstage.records import JsonLines
 from shmstage.settings import Boundary, Settings, WeightSync
 from shmstage.testing.boundary_table import expected_calls, received_calls
 from shmstage.testing.doubles_device import Device

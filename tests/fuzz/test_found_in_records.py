@@ -22,13 +22,13 @@ from shmstage.errors import (
     RunFailedError,
     SettingsError,
 )
-from shmstage.events import failure_path, read_failure, read_json, read_json_lines
 from shmstage.launch.run_directory import find_run, run_file
 from shmstage.launch.step_follower import StepFollower
 from shmstage.orchestrator.beginning import begin_attempt
 from shmstage.orchestrator.resume import state_from_metadata
 from shmstage.orchestrator.saving import last_published
 from shmstage.orchestrator.step_lines import read_step_lines
+from shmstage.records import failure_path, read_failure, read_json, read_json_lines
 from shmstage.settings import Settings, resolve
 
 CAP_NBYTES = 8_000_000

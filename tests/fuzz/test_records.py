@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from mutations import JSON_TEXTS, Rng, hostile_json, mutated
 
 from shmstage.errors import CheckpointError, SettingsError, ShmstageError
-from shmstage.events import JsonLines, failure_path, read_failure, read_json, read_json_lines
 from shmstage.launch import run_command
 from shmstage.launch.run_directory import completed, find_run, run_file
 from shmstage.launch.step_follower import StepFollower
@@ -25,6 +24,7 @@ from shmstage.orchestrator.hooks import _recorded
 from shmstage.orchestrator.resume import ResumeState, state_from_metadata, state_to_metadata
 from shmstage.orchestrator.saving import last_published
 from shmstage.orchestrator.step_lines import last_step, read_step_lines, roll_back
+from shmstage.records import JsonLines, failure_path, read_failure, read_json, read_json_lines
 from shmstage.settings import SWITCHES, Settings, resolve
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shmstage.errors import BudgetError, EngineError, PeerLostError
-from shmstage.events import write_failure
 from shmstage.launch.single_host import failure_of
+from shmstage.records import write_failure
 
 
 class Child:

@@ -17,10 +17,10 @@ import pytest
 from trainer.rig import DEADLINE_S, microbatch
 
 from shmstage.errors import PoolError
-from shmstage.events import failure_path
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.pool import Pool
 from shmstage.memory.sweep import list_objects
+from shmstage.records import failure_path
 from shmstage.settings import Settings
 from shmstage.testing.engines import toy_layout
 from shmstage.trainer import __main__ as main
