@@ -118,6 +118,19 @@ class Completions:
             found.append(self._failures.get_nowait())
         return found
 
+    def hold(self) -> None:
+        """From now to ``release`` watch what is dispatched only after ``flush``: before everything that may block."""
+        self._compute.hold()
+        self._uploads.hold()
+
+    def flush(self) -> None:
+        self._uploads.flush()
+        self._compute.flush()
+
+    def release(self) -> None:
+        self._uploads.release()
+        self._compute.release()
+
     def drain(self, timeout_s: float) -> None:
         """Return when everything dispatched so far has resolved."""
         self._uploads.drain(timeout_s)

@@ -98,6 +98,7 @@ class Client:
         self._pong: tuple[float, str] | None = None
         self._check_at = 0.0
         self._woken = False
+        self._listening = False
         self._in_use = _OneAtATime()
 
     @property
@@ -172,6 +173,7 @@ class Client:
         with self._in_use:
             deadline = self._clock() + timeout_s
             dying = False
+            self._listening = timeout_s > 0
             while True:
                 now = self._clock()
                 self._ping_if_due(now)
@@ -186,7 +188,7 @@ class Client:
                         dying = self._check("events", dying)
                     if not dying and self._clock() >= deadline:
                         break
-            self._woken = False
+            self._woken = self._listening = False
             found, self._inbox = self._inbox, []
             if self._received - self._acknowledged >= (1 if timeout_s > 0 else _ACK_EVERY):
                 self._acknowledge()
@@ -195,7 +197,8 @@ class Client:
     def wake(self) -> None:
         """From any thread: the running or the next ``events`` returns at once, with what it has."""
         self._woken = True
-        self._channel.wake()
+        if self._listening:  # set before ``events`` looks at the line above: one of both sees the other
+            self._channel.wake()
 
     def close(self) -> None:
         """Gives the channel back."""
@@ -221,7 +224,7 @@ class Client:
                 message = self._take(received)
                 if accept(message):
                     return message
-            else:
+            elif dying or self._clock() >= min(until, self._check_at):
                 dying = self._check(what, dying)
             now = self._clock()
             if now >= deadline:
