@@ -47,8 +47,7 @@ class Worker:
 
     ``emit`` takes token and ticket events (their number left 0) from any thread. ``verify = "full"`` hashes the arrays
     given to the engine. ``calls_path`` records every received command. ``identity`` is needed for weight sync only.
-    ``cancelled`` is polled while waiting for a device buffer. Whoever answers a command between ``completions.hold`` and
-    ``release`` answers before the watchers wake up.
+    ``cancelled`` is polled while waiting for a device buffer. ``completions`` can be held until an answer is out.
     """
 
     def __init__(

@@ -752,7 +752,7 @@ def test_shutdown_after_a_failure_it_has_to_wait_for_gives_no_digest(monkeypatch
     with rigged(lambda: FailingEngine(ToyEngine(store=MemoryStore()), frozenset({1}))) as rig:
         rig.engine.over.clear()
         rig.call("fwd_bwd", handle=rig.publish(1, 0))
-        drain = rig.worker._completions.drain
+        drain = rig.worker.completions.drain
         with monkeypatch.context() as patch:
             patch.setattr(Completions, "drain", lambda self, timeout_s: (rig.engine.over.set(), drain(timeout_s)))
             assert rig.call("shutdown") == {"param_digest": ""}
