@@ -778,3 +778,28 @@ def test_received_commands_are_recorded_refused_ones_too(tmp_path: Path) -> None
     assert records[4] == {**records[3], "command": "fwd_bwd_staged", "defer_update": True}
     assert records[5] == {"command": "get_metrics", "step": 1}
     assert "malformed" in records[6]
+
+
+class HearsBeforeItUpdates:
+    """An engine whose update returns only when the forward pass before it was told to be over."""
+
+    def __init__(self) -> None:
+        self._engine = ToyEngine(store=MemoryStore())
+        self.hear: Callable[[], object] = lambda: None
+
+    def update(self) -> Any:
+        self.hear()
+        return self._engine.update()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def test_what_is_held_is_watched_before_an_update_that_may_block() -> None:
+    with rigged(HearsBeforeItUpdates) as rig:
+        handle = rig.publish(1, 0, final=True)
+        rig.engine.hear = lambda: rig.token("fwd_bwd", handle.request_id)
+        rig.worker.completions.hold()
+        assert rig.call("fwd_bwd", handle=handle)["updated"]
+        rig.worker.completions.release()
+        assert rig.token("update", "update.1").ok

@@ -713,6 +713,15 @@ def test_events_are_kept_until_they_are_acknowledged(world: World) -> None:
     assert world.server._events.frames() == []
 
 
+def test_many_events_are_acknowledged_even_without_time_for_it(world: World) -> None:
+    client, _ = world.client()
+    client.hello(hello(), 1.0)
+    client.call("emit", {"steps": list(range(40))}, timeout_s=1.0)
+    assert len(client.events()) == 40
+    world.turn()
+    assert world.server._events.frames() == []
+
+
 def test_events_not_acknowledged_reach_the_next_connection_of_the_epoch(world: World) -> None:
     first, _ = world.client()
     first.hello(hello(), 1.0)
