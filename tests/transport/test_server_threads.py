@@ -173,6 +173,23 @@ def test_error_while_the_executing_thread_receives_is_reported_to_everybody(
         server.emit(TokenEvent(0, "fwd_bwd", "0.0@0:2", 0, 0, True, "", {}))
 
 
+def test_wake_ends_a_wait_for_events_and_is_kept_for_the_next_one(server: Server) -> None:
+    client = Client(ZmqChannel.connect(endpoint_for("run", "trainer")))
+    try:
+        found: list[object] = []
+        waiting = threading.Thread(target=lambda: found.extend([client.events(4 * WAIT_S), "over"]))
+        waiting.start()
+        while not client._listening:
+            os.sched_yield()
+        client.wake()
+        waiting.join(WAIT_S)
+        assert found == [[], "over"]
+        client.wake()
+        assert client.events(4 * WAIT_S) == []
+    finally:
+        client.close()
+
+
 def test_receiving_thread_that_died_is_reported_to_everybody(
     server: Server, channel: ZmqChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
