@@ -173,8 +173,13 @@ def test_error_while_the_executing_thread_receives_is_reported_to_everybody(
         server.emit(TokenEvent(0, "fwd_bwd", "0.0@0:2", 0, 0, True, "", {}))
 
 
-def test_wake_ends_a_wait_for_events_and_is_kept_for_the_next_one(server: Server) -> None:
-    client = Client(ZmqChannel.connect(endpoint_for("run", "trainer")))
+def test_wake_ends_a_wait_for_events_and_is_kept_for_the_next_one(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = ZmqChannel.connect(endpoint_for("run", "trainer"))
+    client, wakes = Client(channel), []
+    wake = channel.wake
+    monkeypatch.setattr(channel, "wake", lambda: (wakes.append(1), wake()))
     try:
         found: list[object] = []
         waiting = threading.Thread(target=lambda: found.extend([client.events(4 * WAIT_S), "over"]))
@@ -183,8 +188,9 @@ def test_wake_ends_a_wait_for_events_and_is_kept_for_the_next_one(server: Server
             os.sched_yield()
         client.wake()
         waiting.join(WAIT_S)
-        assert found == [[], "over"]
+        assert (found, wakes) == ([[], "over"], [1])
         client.wake()
+        assert wakes == [1]  # nobody waits: the next to come looks
         assert client.events(4 * WAIT_S) == []
     finally:
         client.close()
