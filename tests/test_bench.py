@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,50 @@ def test_a_verdict_is_met_up_to_its_target_and_not_beyond(bench: Callable[[str],
     verdict = bench("results").verdict
     assert verdict("x", 1.0, 1.0)["met"] and not verdict("x", 1.1, 1.0)["met"]
     assert verdict("x", 100, 100, at_least=True)["met"] and not verdict("x", 99, 100, at_least=True)["met"]
+
+
+def test_a_kept_result_says_what_made_it(bench: Callable[[str], Any], tmp_path: Path) -> None:
+    results = bench("results")
+    result = {"machine": results.machine(), "figures": {}}
+    path = results.keep("speed", result, tmp_path / "new")
+    assert path == tmp_path / "new" / "speed.json" and json.loads(path.read_text()) == result
+    assert result["script"] == "speed" and result["command"].startswith("python ")
+    assert datetime.now(UTC) - datetime.fromisoformat(result["at"]) < timedelta(minutes=5)
+    machine = result["machine"]
+    assert machine["cpu"] and 0 < machine["available_gb"] <= machine["memory_gb"]
+    assert machine["packages"]["numpy"] == importlib.import_module("numpy").__version__
+    assert "core" in results.machine_line(machine)
+
+
+def test_the_revision_is_that_of_the_checkout_and_absent_elsewhere(
+    bench: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = bench("results")
+    monkeypatch.setattr(results, "BENCH", tmp_path)
+    assert "revision" not in kept(results, tmp_path)
+    for arguments in ("init -q", "-c user.name=a -c user.email=b@c commit -q --allow-empty -m first"):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments.split()], check=True)
+    asked = subprocess.run(["git", "-C", str(tmp_path), "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert kept(results, tmp_path)["revision"] == asked.stdout.strip()[:12]
+    subprocess.run(["git", "-C", str(tmp_path), "add", "--all"], check=True)
+    assert kept(results, tmp_path)["revision"] == asked.stdout.strip()[:12] + "+"
+
+
+def kept(results: Any, folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    results.keep("x", result, folder)
+    return result
+
+
+def test_a_plot_is_drawn_or_the_missing_package_named(
+    bench: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = bench("results")
+    notes = results.plot(tmp_path / "new" / "x.svg", lambda figure: figure.subplots().plot([1, 2]))
+    assert notes == ([] if (tmp_path / "new" / "x.svg").exists() else [results.NO_PLOT])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert results.plot(tmp_path / "y.svg", lambda figure: None) == [results.NO_PLOT]
+    assert not (tmp_path / "y.svg").exists()
 
 
 def test_the_boundary_is_judged_by_idle_share_and_against_serial_over_grpc(bench: Callable[[str], Any]) -> None:
