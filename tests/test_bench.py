@@ -245,3 +245,20 @@ def test_packing_is_exact_and_kept_with_its_figures_and_its_plot(tmp_path: Path,
     assert named == {"ragged_packed_of_dense_bytes", "fill_times_numpy_gsm8k"}
     if pack.plot(found, tmp_path / "pack.svg"):
         assert (tmp_path / "pack.svg").read_text().lstrip().startswith("<?xml")
+
+
+@pytest.mark.slow
+def test_the_bounds_of_the_overhead_are_measured_and_drawn(tmp_path: Path, bench: Callable[[str], Any]) -> None:
+    parts = bench("overhead_parts")
+    figures = {
+        "engine_alone_s": parts.engine_alone(1, 8, 2, steps=2), "hand_over_s": parts.hand_over(20),
+        "calls_s": parts.calls(f"test-{tmp_path.name}", 20), "round_trip_s": parts.round_trip(tmp_path, 20),
+        "control": {"serial": {"per_microbatch_s": 0.002, "cpu_per_microbatch_s": 0.003}},
+    }  # fmt: skip
+    overhead = bench("overhead")
+    assert set(overhead.PARTS) <= set(figures)
+    for name in overhead.PARTS:
+        assert 0 < figures[name]["min"] <= figures[name]["median"] <= figures[name]["max"]
+    # two calls of ours are two round trips and more
+    assert figures["calls_s"]["min"] > figures["round_trip_s"]["min"]
+    assert not overhead.plot(figures, tmp_path / "o.svg") or (tmp_path / "o.svg").stat().st_size

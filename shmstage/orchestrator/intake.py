@@ -25,6 +25,7 @@ class Arrival:
 
     pass_number: int
     trajectory: Trajectory
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Planned:
 
     @property
     def nbytes(self) -> int:
-        return sum(arrival.trajectory.nbytes for arrival in self.arrivals.values())
+        return sum(arrival.nbytes for arrival in self.arrivals.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class Intake:
             number, self._arrival = self._arrival, self._arrival + 1
             # what is done is neither planned nor counted again
             if not self._is_done(number) and self.planner.add(number, trajectory.length, trajectory.trajectory_id):
-                self._held[number] = Arrival(pass_number, trajectory)
+                self._held[number] = Arrival(pass_number, trajectory, trajectory.nbytes)
                 kept += 1
             elif self.reader is not None:
                 self.reader.queue.let_go(trajectory.nbytes)

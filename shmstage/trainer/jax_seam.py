@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ def local_devices() -> dict[str, Any]:
     return {"platform": devices[0].platform, "devices": [str(device) for device in devices]}
 
 
+@lru_cache(maxsize=1024)
 def is_cpu(sharding: jax.sharding.Sharding) -> bool:
     """True if any of its devices is the host's own."""
     devices: Any = sharding.device_set

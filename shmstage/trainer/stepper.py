@@ -193,6 +193,7 @@ class Stepper:
         digest = decoded_digest(batch.arrays) if self._hash_payload else ""
         deferred = handle.is_final and defer_update
         on_over = self._buffers.resolver(batch.buffer)
+        self._completions.flush()  # the call may block
         begin_ns = self._clock_ns()
         try:
             with self._failing(f"fwd_bwd of {handle.request_id}"):
@@ -220,6 +221,7 @@ class Stepper:
         }
 
     def _update(self) -> float:
+        self._completions.flush()  # copies, flags and some engines' updates are waited for here
         waited_s = self._snapshots.wait_copies(self._timeout_s)
         step = self._gate.state.open_step
         assert step is not None
@@ -245,6 +247,7 @@ class Stepper:
         if self._settle is None:
             kept = 0
         elif self._trained > kept:
+            self._completions.flush()
             begin_ns = self._clock_ns()
             self._watch_replays(self._settle(self._trained - kept) or {}, begin_ns)
         while len(self._unsettled) > kept:

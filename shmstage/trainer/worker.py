@@ -46,7 +46,7 @@ class Worker:
 
     ``emit`` takes token and ticket events (their number left 0) from any thread. ``verify = "full"`` hashes the arrays
     given to the engine. ``calls_path`` records every received command. ``identity`` is needed for weight sync only.
-    ``cancelled`` is polled while waiting for a device buffer.
+    ``cancelled`` is polled while waiting for a device buffer. ``completions`` can be held until an answer is out.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Worker:
         self._gate = Gate()
         self._timing = StepTiming()
         self._snapshots = Snapshots(emit, on_done=self._on_ticket_done, cancelled=cancelled, clock_ns=clock_ns)
-        self._completions = Completions(emit, self._timing, timeout_s=timeout_s, clock_ns=clock_ns)
-        watch = self._completions.watch_upload
+        self.completions = Completions(emit, self._timing, timeout_s=timeout_s, clock_ns=clock_ns)
+        watch = self.completions.watch_upload
         put = getattr(engine, "put", None)
         self._buffers = DeviceBuffers(device_buffers, watch, timeout_s=timeout_s, cancelled=cancelled, put=put)
         # of its own: a place among the trained ones could depend on the very micro-batch that waits to be scored
         score_buffers = DeviceBuffers(1, watch, timeout_s=timeout_s, cancelled=cancelled)
-        parts = (self._completions, self._snapshots)
+        parts = (self.completions, self._snapshots)
         self._stepper = Stepper(
             engine, self._gate, self._buffers, *parts,
             hash_payload=verify == "full", timeout_s=timeout_s, clock_ns=clock_ns,
@@ -148,7 +148,7 @@ class Worker:
             if self._weights is not None:
                 stack.callback(self._weights.close)
             stack.callback(self._snapshots.close)
-            stack.callback(self._completions.close)
+            stack.callback(self.completions.close)
             stack.callback(self._detach)
 
     # --- commands -------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class Worker:
         state = self._gate.state
         if state.phase == "open" and state.deferred_step is not None:
             self._stepped(self._stepper.apply_deferred_update())
-        self._completions.drain(self._timeout_s)
+        self.completions.drain(self._timeout_s)
         self._read_news()  # before they are emptied: parameters of a failed step have no digest
         self._quiesce()
         self.finished = True
@@ -330,7 +330,7 @@ class Worker:
         last_update = self._gate.state.closed_step
 
         def copy_what_landed() -> Mapping[str, object] | None:
-            return copy(self._completions.health.require_landed(last_update) or self._clock_ns())
+            return copy(self.completions.health.require_landed(last_update) or self._clock_ns())
 
         holds = holds or self._waits_for_snapshots
         number = self._snapshots.submit(kind, step, copy_what_landed, write, holds=holds)
@@ -351,7 +351,7 @@ class Worker:
         if self._first_checkpoint_durable:
             self._first_checkpoint_durable = False
             self._gate.checkpoint_durable()
-        for failure in self._completions.failures():
+        for failure in self.completions.failures():
             if failure.kind in ("staged", "patched") and self._stepper.upload_failed(failure.request_id, failure.error):
                 continue
             self._gate.failed(f"{failure.kind} of {failure.request_id} failed on the device: {failure.error}")
@@ -359,7 +359,7 @@ class Worker:
     def _quiesce(self) -> None:
         """Nothing dispatched is left undone and nothing of it is kept: stage, deferral, tickets, failures."""
         self._stepper.reset()
-        self._completions.drain(self._timeout_s)
+        self.completions.drain(self._timeout_s)
         if self._weights is not None:
             self._weights.give_up_waiting(True)
         try:
@@ -367,8 +367,8 @@ class Worker:
         finally:
             if self._weights is not None:
                 self._weights.give_up_waiting(False)
-        self._completions.health.clear()
-        self._completions.failures()
+        self.completions.health.clear()
+        self.completions.failures()
         self._first_checkpoint_durable = False
 
     def _detach(self) -> None:
