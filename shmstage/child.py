@@ -17,8 +17,8 @@ from shmstage.errors import SettingsError, ShmstageError
 from shmstage.records import parse_record, read_json, write_failure
 from shmstage.settings import Settings
 
-#: a thread that is woken waits no longer for one that computes. With Python's own 5 ms the update of an engine that reads
-#: overflow flags on the host is dispatched half as late again
+#: a thread that is woken waits no longer for one that computes: with Python's own 5 ms the update of an engine that
+#: reads overflow flags on the host is dispatched half as late again
 SWITCH_INTERVAL_S = 0.0005
 
 
