@@ -60,14 +60,13 @@ class StepTimingLog:
         elif event.kind == "update":
             self._timing.dispatched(step, request_id, -1, *dispatched)
         else:
-            if event.index <= self._last_index:  # the step begun before was given up, by a restore
+            if event.index <= self._last_index:  # another step, or the same again after a restore gave it up
                 self._timing = StepTiming()
             self._last_index = event.index
             self._timing.dispatched(step, request_id, event.index, *dispatched)
         self._timing.ready(step, request_id, stamps["ready_ns"], replay=event.kind == "replay")
         if event.kind == "update":
             self._landed.put((step, self._timing))
-            self._timing, self._last_index = StepTiming(), -1
 
     def _run(self) -> None:
         while (landed := self._landed.get()) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import struct
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -136,6 +137,18 @@ def test_the_port_is_free_again_afterwards_whoever_still_holds_a_connection(tmp_
         pass
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET /me", b"GET /metrics HTTP/1.0\r\n\r\n"])
+def test_who_goes_away_in_the_middle_is_no_matter_for_the_log(sent: bytes, tmp_path: Path) -> None:
+    said: list[str] = []
+    with served(tmp_path, said) as metrics:
+        client = connect(metrics.address)
+        client.sendall(sent)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        client.close()
+        assert "shmstage_steps_total" in scrape(metrics.address)
+    assert len(said) == 1  # where it listens
+
+
 @pytest.mark.parametrize(
     "sent", [b"\x00\xff\xfe garbage\r\n\r\n", b"POST /metrics HTTP/1.1\r\n\r\n", b"GET " + b"x" * 70000, b"\r\n"]
 )
@@ -155,6 +168,7 @@ def test_what_is_no_request_is_answered_or_dropped_and_the_next_one_is_served(se
 def test_one_connection_too_many_is_closed_and_those_that_only_hang_are_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(metrics_server, "CONNECTION_S", 10 * DEADLINE_S)
     with served(tmp_path) as metrics, contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connect(metrics.address)) for _ in range(MAX_CONNECTIONS)]
         with connect(metrics.address) as one_more:
@@ -162,5 +176,5 @@ def test_one_connection_too_many_is_closed_and_those_that_only_hang_are_cut_off(
         monkeypatch.setattr(metrics_server, "CONNECTION_S", 0.0)
         for client in silent:
             assert client.recv(1) == b""
-        monkeypatch.setattr(metrics_server, "CONNECTION_S", DEADLINE_S)
+        monkeypatch.setattr(metrics_server, "CONNECTION_S", 10 * DEADLINE_S)
         assert "shmstage_steps_total" in scrape(metrics.address)
