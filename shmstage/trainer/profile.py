@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, final
 
@@ -36,7 +37,7 @@ class ProfiledEngine:
         self._engine = engine
         self._directory = directory
         self._steps = range(first, last + 1)
-        self._step = 0
+        self._updated: jax.Array | None = None
         self._begun = False
         self._running = False
         self._writer: threading.Thread | None = None
@@ -46,7 +47,6 @@ class ProfiledEngine:
 
     def annotate(self, what: str, step: int, request_id: str) -> AbstractContextManager[object]:
         """A range in the profile, named ``what`` and whose it is (``update 3``); nothing while none is taken."""
-        self._step = step
         if what == "fwd_bwd" and not self._begun and step in self._steps:
             self._start()
         if not self._running:
@@ -54,13 +54,12 @@ class ProfiledEngine:
         name = f"{what} {request_id}"
         if what == "stage":
             return jax.profiler.TraceAnnotation(name, step=step)
-        return jax.profiler.StepTraceAnnotation(name, step_num=step)
+        ranged = jax.profiler.StepTraceAnnotation(name, step_num=step)
+        return self._last(ranged) if what == "update" and step >= self._steps[-1] else ranged
 
     def update(self) -> jax.Array | None:
-        token = self._engine.update()
-        if self._running and self._step >= self._steps[-1]:
-            self._end_after(token)
-        return token
+        self._updated = self._engine.update()
+        return self._updated
 
     def close(self) -> None:
         """A profile that is still taken is written; then the engine's own ``close``."""
@@ -71,6 +70,13 @@ class ProfiledEngine:
             if self._writer.is_alive():
                 log.warning("the profile in %s was not written within %g s; not waited for", self._directory, WRITE_S)
         getattr(self._engine, "close", lambda: None)()
+
+    @contextmanager
+    def _last(self, ranged: AbstractContextManager[object]) -> Iterator[None]:
+        with ranged:
+            yield
+        # now, not in ``update``: a range that has not ended when tracing does is not in the profile
+        self._end_after(self._updated)
 
     def _start(self) -> None:
         self._begun = True
@@ -83,7 +89,7 @@ class ProfiledEngine:
             log.info("profile of steps %d to %d begun", self._steps[0], self._steps[-1])
 
     def _end_after(self, token: jax.Array | None) -> None:
-        self._running = False
+        self._running, self._updated = False, None
         self._writer = threading.Thread(target=self._end, args=(token,), name="shmstage-profile", daemon=True)
         self._writer.start()
 

@@ -112,6 +112,19 @@ def test_the_end_waits_for_the_update_and_the_command_does_not(tmp_path: Path, m
     assert inner.closed
 
 
+def test_the_last_update_is_over_in_the_profile_before_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    engine = ProfiledEngine(Engine(), tmp_path, 2, 2)  # type: ignore[arg-type]
+    with engine.annotate("fwd_bwd", 2, "2.0@0:2"):
+        pass
+    with engine.annotate("update", 2, "2"):
+        engine.update()
+        assert "shmstage-profile" not in {thread.name for thread in threading.enumerate()}
+        assert recorder.calls == ["start"]
+    engine.close()
+    assert recorder.calls == ["start", "stop"]
+
+
 def test_a_profile_is_taken_once_also_if_its_steps_are_trained_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
