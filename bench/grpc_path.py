@@ -1,11 +1,12 @@
 """What is common practice: the micro-batch packed into private memory and sent to the trainer over gRPC.
 
-The baseline of ``boundary.py``. The trainer runs the same simulated engine as ours, in a process of its own, with the
-same two device buffers and no JAX in the way; the client is a plain loop in each of the four orders. Made as strong as
-it gets: payloads travel as 4 MB pieces of one buffer (``stream``) or pickled in one message (``unary``), packing is
-native, buffers on both sides are warm and used again, the staged orders fetch their metrics without waiting for them.
+The baseline of ``boundary.py``. The trainer runs the same simulated engine as ours, in a process of its own, with as
+many device buffers and no JAX in the way; the client is a plain loop in each of the four orders. Made as strong as it
+gets: payloads travel as 4 MB pieces of one buffer (``stream``) or pickled in one message (``unary``), as fast as gRPC
+takes them on this machine; packing is native, buffers on both sides are warm and used again, the staged orders fetch
+their metrics without waiting for them. An engine that settles overflow is asked to where ours is.
 
-    python bench/grpc_path.py ENGINE_SETTINGS_AS_JSON     (the trainer; prints its port)
+    python bench/grpc_path.py TRAINER_SETTINGS_AS_JSON     (the trainer; prints its port)
 """
 
 from __future__ import annotations
@@ -27,16 +28,13 @@ from typing import Any
 
 import grpc
 import numpy as np
+from packed_input import PackedInput
 
 from shmstage.memory.aligned import aligned_buffer
 from shmstage.memory.layout import Layout
-from shmstage.packing.fields import microbatch_layout, optional_fields
-from shmstage.packing.fill import fill_microbatch
-from shmstage.packing.plan import Planner, PlanSettings
-from shmstage.testing.simulated_input import InputSettings, SimulatedSource
+from shmstage.testing.simulated_input import InputSettings
 
 PIECE_NBYTES = 4_000_000
-DEVICE_BUFFERS = 2
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 DEADLINE_S = 600.0
 
@@ -51,8 +49,13 @@ class Trainer:
     """Commands by name; each returns plain values. A payload's memory is given back (``release``) when its upload,
     which reads it, is over."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, device_buffers: int) -> None:
         self._engine = engine
+        self._settle = getattr(engine, "settle", None)
+        self._device_buffers = device_buffers
+        #: of each payload, seconds from the begin of its sending until all of it was here
+        self._arrivals: list[float] = []
+        self._trained = 0
         self._lock = threading.Lock()
         self._training: deque[Any] = deque()
         self._staged: Any = None
@@ -71,8 +74,20 @@ class Trainer:
 
     def update(self) -> dict[str, Any]:
         with self._lock:
-            self._engine.update()
+            self._update()
         return {}
+
+    def _update(self) -> None:
+        if self._settle is not None:
+            self._settle(self._trained)
+        self._engine.update()
+        self._trained = 0
+
+    def arrived(self, sent_ns: int) -> None:
+        self._arrivals.append((time.monotonic_ns() - sent_ns) / 1e9)
+
+    def arrivals(self) -> dict[str, Any]:
+        return {"arrival_s": self._arrivals}
 
     def get_metrics(self) -> dict[str, Any]:
         with self._lock:
@@ -103,7 +118,7 @@ class Trainer:
         return {}
 
     def _uploaded(self, arrays: Arrays, release: Release) -> Any:
-        while len(self._training) >= DEVICE_BUFFERS:
+        while len(self._training) >= self._device_buffers:
             self._training.popleft().block_until_ready()
         batch = self._engine.put(arrays, {})
         token = next(iter(batch.values())).until
@@ -113,20 +128,24 @@ class Trainer:
     def _train(self, batch: Any, *, final: bool, defer: bool) -> dict[str, Any]:
         with self._lock:
             self._training.append(self._engine.fwd_bwd(batch))
+            self._trained += 1
+            if self._settle is not None and self._trained > 1:
+                self._settle(self._trained - 1)
             if final and not defer:
-                self._engine.update()
+                self._update()
         return {}
 
 
 class Receiving:
-    """Warm places to receive into, one more than there are device buffers."""
+    """Warm places to receive into."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._free: queue.SimpleQueue[np.ndarray[Any, Any]] = queue.SimpleQueue()
         self._made = 0
 
     def take(self, nbytes: int) -> np.ndarray[Any, Any]:
-        if self._made < DEVICE_BUFFERS + 1:
+        if self._made < self._count:
             self._made += 1
             return aligned_buffer(nbytes)
         return self._free.get(timeout=DEADLINE_S)
@@ -139,7 +158,8 @@ def serve(settings: dict[str, Any]) -> None:
     """Answer until ``shutdown``; prints the port it listens on."""
     from shmstage.testing.engines_simulated import make_engine
 
-    trainer, receiving, over = Trainer(make_engine(settings)), Receiving(), threading.Event()
+    trainer = Trainer(make_engine(settings["engine"]), settings["device_buffers"])
+    receiving, over = Receiving(settings["receiving"]), threading.Event()
 
     def answered(said: dict[str, Any], *payload: Any) -> bytes:
         reply = getattr(trainer, said["command"])(*payload, **said["arguments"])
@@ -153,15 +173,18 @@ def serve(settings: dict[str, Any]) -> None:
     def send(requests: Iterator[bytes], context: Any) -> bytes:
         said = json.loads(next(requests))
         layout = Layout.from_wire(said["layout"])
-        buffer = receiving.take(layout.payload_nbytes)
+        buffer = receiving.take(layout.nbytes)
         at, target = 0, memoryview(buffer)
         for piece in requests:
             target[at : at + len(piece)] = piece
             at += len(piece)
+        trainer.arrived(said["sent_ns"])
         return answered(said, layout.views(buffer, 0), lambda: receiving.give_back(buffer))
 
     def send_pickled(request: bytes, context: Any) -> bytes:
-        return answered(*pickle.loads(request), lambda: None)
+        said, arrays = pickle.loads(request)
+        trainer.arrived(said["sent_ns"])
+        return answered(said, arrays, lambda: None)
 
     server = grpc.server(ThreadPoolExecutor(4), options=OPTIONS)
     methods = {
@@ -173,6 +196,8 @@ def serve(settings: dict[str, Any]) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     print(port, flush=True)
+    # whoever started this has gone when its end of the pipe is closed
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     over.wait()
     server.stop(1.0).wait()
 
@@ -181,28 +206,15 @@ def serve(settings: dict[str, Any]) -> None:
 
 
 class Packer:
-    """Micro-batches in order, each packed natively into one of a few warm buffers."""
+    """Micro-batches in order, each packed into one of a few warm buffers."""
 
-    def __init__(self, settings: InputSettings, buffers: int = 3) -> None:
-        groups = list(SimulatedSource(settings).groups(0))
-        planner = Planner(PlanSettings(rows=settings.rows, tokens=settings.tokens))
-        self._trajectories = dict(enumerate(t for group in groups for t in group.trajectories))
-        self._plans = []
-        for number, trajectory in self._trajectories.items():
-            planner.add(number, trajectory.length)
-            if (number + 1) % settings.rows == 0:
-                self._plans += planner.close_window()
-        first = self._trajectories[0]
-        self.layout = microbatch_layout(
-            settings.rows, settings.tokens, optional=optional_fields(first), layers=settings.layers,
-            top_k=settings.top_k,
-        )  # fmt: skip
-        self._buffers = cycle([aligned_buffer(self.layout.payload_nbytes) for _ in range(buffers)])
-        self._next = cycle(self._plans)
+    def __init__(self, settings: InputSettings, buffers: int) -> None:
+        self.input = PackedInput(settings)
+        self._buffers = cycle([aligned_buffer(self.input.layout.nbytes) for _ in range(buffers)])
 
     def pack(self) -> np.ndarray[Any, Any]:
         buffer = next(self._buffers)
-        fill_microbatch(next(self._next), self._trajectories, self.layout.views(buffer, 0))
+        self.input.pack_into(buffer)
         return buffer
 
 
@@ -225,16 +237,16 @@ class Client:
     def send(self, buffer: np.ndarray[Any, Any], command: str, **arguments: Any) -> None:
         if self._unary:
             arrays = self._layout.views(buffer, 0)
-            said = {"command": command, "arguments": arguments}
+            said = {"command": command, "arguments": arguments, "sent_ns": time.monotonic_ns()}
             self._send_pickled(pickle.dumps((said, arrays), protocol=5), timeout=DEADLINE_S)
             return
         self._send(self._pieces(buffer, command, arguments), timeout=DEADLINE_S)
 
     def _pieces(self, buffer: np.ndarray[Any, Any], command: str, arguments: dict[str, Any]) -> Iterator[bytes]:
-        yield _said(command, arguments, layout=self._layout.to_wire())
+        yield _said(command, arguments, layout=self._layout.to_wire(), sent_ns=time.monotonic_ns())
         whole = memoryview(buffer)
-        for start in range(0, self._layout.payload_nbytes, PIECE_NBYTES):
-            yield bytes(whole[start : min(start + PIECE_NBYTES, self._layout.payload_nbytes)])
+        for start in range(0, self._layout.nbytes, PIECE_NBYTES):
+            yield bytes(whole[start : min(start + PIECE_NBYTES, self._layout.nbytes)])
 
     def close(self) -> None:
         self._channel.close()
@@ -253,19 +265,32 @@ class Plan:
     microbatches: int
     checkpoint_and_sync: bool
     bookkeeping_s: float
+    device_buffers: int = 2
+
+    @property
+    def packing(self) -> int:
+        """Buffers to pack into: a serial loop has sent one before it packs the next."""
+        return 1 if self.mode == "serial" else 3
+
+    @property
+    def receiving(self) -> int:
+        """Buffers to receive into, which uploads read."""
+        return self.device_buffers + (self.mode != "serial")
 
 
 def run(plan: Plan, source: InputSettings, engine: dict[str, Any], *, unary: bool = False) -> dict[str, Any]:
     """One run to its end; ``engine`` is the ``[engine]`` table, its ``record`` is read by the caller."""
+    settings = {"engine": engine, "device_buffers": plan.device_buffers, "receiving": plan.receiving}
     child = subprocess.Popen(
-        [sys.executable, str(Path(__file__)), json.dumps(engine)], stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, str(Path(__file__)), json.dumps(settings)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
     try:
-        packer = Packer(source)
+        packer = Packer(source, plan.packing)
         assert child.stdout is not None
-        client = Client(int(child.stdout.readline()), packer.layout, unary=unary)
+        client = Client(int(child.stdout.readline()), packer.input.layout, unary=unary)
         metrics = drive(plan, packer, client)
-        digest = client.call("param_digest")["param_digest"]
+        digest, arrivals = client.call("param_digest")["param_digest"], client.call("arrivals")["arrival_s"]
         client.call("shutdown")
         client.close()
         child.wait(60)
@@ -273,10 +298,13 @@ def run(plan: Plan, source: InputSettings, engine: dict[str, Any], *, unary: boo
         if child.poll() is None:
             child.kill()
         child.wait()
-        assert child.stdout is not None
-        child.stdout.close()
+        for pipe in (child.stdin, child.stdout):
+            assert pipe is not None
+            pipe.close()
     return {
         "param_digest": digest,
+        "arrival_s": arrivals,
+        "pack_s": packer.input.pack_s,
         "losses": [m["loss"] for m in metrics],
         "denominators": [m["denominator"] for m in metrics],
     }

@@ -39,9 +39,9 @@ from results import RESULTS, available_nbytes, keep, machine, machine_line, plot
 
 from shmstage.budget.sizes import parse_size
 from shmstage.errors import InputError
-from shmstage.events import read_json
 from shmstage.launch.run_directory import completed
 from shmstage.launch.single_host import run
+from shmstage.records import read_json
 from shmstage.settings import Settings
 from shmstage.testing.simulated_input import InputSettings
 

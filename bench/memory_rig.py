@@ -26,10 +26,10 @@ import numpy as np
 import psutil
 
 from shmstage.errors import WaitTimeoutError
-from shmstage.events import write_json
 from shmstage.packing.fields import microbatch_layout
 from shmstage.packing.source import Source
 from shmstage.packing.trajectory import Group
+from shmstage.records import write_json
 from shmstage.testing.simulated_input import InputSettings, SimulatedSource
 
 GO = "go"

@@ -24,7 +24,7 @@ from memory_rig import ROLES, Gate
 from results import spread
 
 from shmstage.errors import SettingsError
-from shmstage.events import read_json
+from shmstage.records import read_json
 
 BASELINE_READINGS = 20
 POLL_S = 0.005

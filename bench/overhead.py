@@ -6,12 +6,17 @@ that it is over) and a that of a step (update, metrics, step line). Everything o
 waited for. Beside it the processor time of both processes, from the same runs: it hardly depends on what else the
 cores are given to do.
 
+The simulated engine takes part of that for itself: what it takes alone, driven by one thread, is measured in the same
+run and is not counted as ours. So are the bounds: the same calls and events with nothing behind them, a bare ZeroMQ
+round trip, and a hand-over between two threads.
+
     python bench/overhead.py [--steps 150] [--rounds 2] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import resource
@@ -23,7 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import zmq
+from overhead_parts import calls, engine_alone, hand_over, round_trip
 from results import RESULTS, keep, machine, print_targets, spread, verdict
 
 from shmstage.launch.run_directory import completed
@@ -34,6 +39,12 @@ FEW, MANY = 1, 9
 ROWS, TOKENS = 4, 256
 #: steps left out: programs, sockets and memory are touched for the first time there
 WARM_UP = 10
+PARTS = {
+    "hand_over_s": "from one thread to another",
+    "round_trip_s": "a bare ZeroMQ round trip; two per staged micro-batch",
+    "calls_s": "the calls and events of a staged micro-batch, nothing behind them",
+    "engine_alone_s": "the simulated engine alone, per micro-batch; not counted as ours",
+}
 COMMANDS = {
     "shmstage --help": ["--help"],
     "shmstage run --print-config": ["run", "--print-config"],
@@ -95,31 +106,35 @@ def start_up(rounds: int) -> dict[str, dict[str, float]]:
     return {name: spread(values) for name, values in samples.items()}
 
 
-ECHO = """
-import sys, zmq
-echo = zmq.Context().socket(zmq.REP)
-echo.connect(sys.argv[1])
-for _ in range(int(sys.argv[2])):
-    echo.send(echo.recv())
-"""
+def plot(figures: dict[str, Any], path: Path) -> bool:
+    """Per order, what a micro-batch takes, beside what bounds it; False without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    import matplotlib
 
+    matplotlib.use("svg")
+    from matplotlib import pyplot
 
-def round_trip(work: Path, count: int = 2000) -> dict[str, float]:
-    """Seconds of a bare ZeroMQ round trip between two processes with nothing behind it: what two calls cannot beat."""
-    address = f"ipc://{work}/echo"
-    context = zmq.Context()
-    asking = context.socket(zmq.REQ)
-    asking.bind(address)
-    echo = subprocess.Popen([sys.executable, "-c", ECHO, address, str(count)])
-    samples = []
-    for _ in range(count):
-        began = time.monotonic()
-        asking.send(bytes(200))
-        asking.recv()
-        samples.append(time.monotonic() - began)
-    echo.wait(60)
-    context.destroy(linger=0)
-    return spread(samples[count // 10 :])
+    orders = figures["control"]
+    drawing, axes = pyplot.subplots(figsize=(9, 3.5))
+    places = range(len(orders))
+    engine = [1e3 * figures["engine_alone_s"]["median"]] * len(orders)
+    whole = [1e3 * each["per_microbatch_s"] for each in orders.values()]
+    axes.barh([p - 0.2 for p in places], whole, 0.35, label="step time per micro-batch")
+    axes.barh([p - 0.2 for p in places], engine, 0.35, label="of it the simulated engine, measured alone")
+    processor = [1e3 * each["cpu_per_microbatch_s"] for each in orders.values()]
+    axes.barh([p + 0.2 for p in places], processor, 0.35, label="processor time, both processes", color="0.7")
+    axes.axvline(1.0, linestyle="--", color="black", label="target for all but the engine")
+    bare = 1e3 * figures["calls_s"]["median"]
+    axes.axvline(bare, linestyle=":", color="black", label="the same calls and events with nothing behind them")
+    axes.set_yticks(list(places), list(orders))
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    drawing.tight_layout()
+    drawing.savefig(path)
+    pyplot.close(drawing)
+    return True
 
 
 class _Quiet:
@@ -138,17 +153,24 @@ def main() -> int:
         parser.error(f"--steps {args.steps}: the first {WARM_UP} are left out; give {WARM_UP + 3} or more")
     with tempfile.TemporaryDirectory() as work:
         figures = control(args.steps, args.rounds, Path(work))
-        bare = round_trip(Path(work))
+        parts = {
+            "engine_alone_s": engine_alone(ROWS, TOKENS, MANY),
+            "calls_s": calls(f"bench-{os.getpid()}-calls"),
+            "round_trip_s": round_trip(Path(work)),
+            "hand_over_s": hand_over(),
+        }
     commands = start_up(max(3, args.rounds))
-    targets = [
-        verdict(f"control and Python per micro-batch, {mode}, ms", 1e3 * figure["per_microbatch_s"], 1.0)
-        for mode, figure in figures.items()
-    ]
+    engine_s = parts["engine_alone_s"]["median"]
+    ours_ms = {mode: 1e3 * max(0.0, figure["per_microbatch_s"] - engine_s) for mode, figure in figures.items()}
+    targets = [verdict(f"control and Python per micro-batch, {mode}, ms", ms, 1.0) for mode, ms in ours_ms.items()]
     result = {
         "machine": machine(), "steps": args.steps, "rounds": args.rounds,
-        "figures": {"control": figures, "round_trip_s": bare, "start_up_s": commands}, "targets": targets,
+        "figures": {"control": figures, **parts, "start_up_s": commands}, "targets": targets,
     }  # fmt: skip
-    keep("overhead", result, args.results)
+    path = keep("overhead", result, args.results)
+    note = "" if plot(result["figures"], path.with_suffix(".svg")) else (
+        "no plot: matplotlib is missing; pip install 'shmstage[bench]'"
+    )  # fmt: skip
     if args.json:
         print(json.dumps(result))
         return 0
@@ -162,10 +184,14 @@ def main() -> int:
         numbers = [*(figure[name] for name in names), *(each["median"] for each in figure["step_s"].values())]
         widths = (13, 9, 9, 11, 11)
         print(f"{mode:<22}" + "".join(f"{1e3 * n:>{w}.3f} ms" for n, w in zip(numbers, widths, strict=True)))
-    print(f"a bare round trip {1e3 * bare['median']:.3f} ms, least {1e3 * bare['min']:.3f}; two per staged micro-batch")
+    for name, what in PARTS.items():
+        print(f"{what:<66}{1e3 * parts[name]['median']:>8.3f} ms, least {1e3 * parts[name]['min']:.3f}")
+    print(f"{'  and of the processor':<66}{1e3 * parts['engine_alone_s']['cpu_s']:>8.3f} ms")
     for name, seconds in commands.items():
         print(f"{name:<30}{1e3 * seconds['median']:>8.0f} ms")
     print_targets(targets)
+    if note:
+        print(note)
     return 0
 
 

@@ -2,138 +2,98 @@
 
 Real length lists, each as one micro-batch of 7 word fields, filled again and again into the same warm shared memory,
 the arms alternating. The ceiling is a memcpy of as many bytes onto the same pages, by one thread or by all cores,
-whichever is faster. Routing: the bytes that each encoding writes at a quarter fill, and how long writing them takes,
-from dense arrays and from held ones. Planner: time to place up to 100,000 trajectories.
+whichever is faster. What is left of the difference is shown: `gather` looks the records of all trajectories up, under
+the GIL; `native` is the rest, the bare C++ of it, without. Beside it all, plan and fill together against Grain's packer
+on the same trajectories (`pack_grain.py` says what it does otherwise). Routing: the bytes that each encoding writes at
+a quarter fill, and how long writing them takes, from dense arrays and from held ones. Planner: time to place up to
+100,000 trajectories.
 
-    python bench/pack.py [--lengths FOLDER] [--rounds N] [--json] [--plot FILE]
+    python bench/pack.py [--lengths FOLDER] [--rounds N] [--planned N,N] [--results FOLDER] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import mmap
 import os
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from results import keep, machine, print_targets, spread, verdict
+from pack_grain import GrainPacker
+from pack_making import (
+    LENGTHS,
+    OPTIONAL,
+    ROWS_OF,
+    Shared,
+    Views,
+    alternating,
+    memcpy_arms,
+    nbytes_of,
+    numpy_into,
+    plan_all,
+    read_lengths,
+    trajectory,
+    word_specs,
+)
+from results import RESULTS, keep, machine, print_targets, spread, verdict
 
 from shmstage import _native
-from shmstage.packing.fields import SEGMENT_IDS, SEGMENT_POSITIONS, carried_fields
+from shmstage.packing.fields import SEGMENT_IDS, SEGMENT_POSITIONS, WORD_FIELDS
 from shmstage.packing.fill import fill_microbatch
 from shmstage.packing.plan import PlannedMicrobatch, Planner, PlanSettings
 from shmstage.packing.routing import PACKED, RAGGED, id_bits, routing_fields
 from shmstage.packing.trajectory import Trajectory
 
-LENGTHS = Path(__file__).resolve().parents[2] / "shared" / "reference" / "lengths"
-#: tokens of a row, as each list is used
-ROWS_OF = {"gsm8k": 2048, "humaneval": 1024, "codeio": 8192, "agent_sessions": 131072}
-OPTIONAL = frozenset({"ref_logprobs"})
 LAYERS, TOP_K, EXPERTS = 60, 10, 512
-Views = dict[str, npt.NDArray[Any]]
 
 
 def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def read_lengths(path: Path, longest: int) -> list[int]:
-    pairs = json.loads(path.read_text())["pairs"]
-    return [length for prompt, completion in pairs if 0 < (length := prompt + completion) <= longest]
+def native_arms(plan: PlannedMicrobatch, held: dict[int, Trajectory], views: Views) -> dict[str, Callable[[], object]]:
+    """The two halves of a fill: with the GIL, and without."""
+    tokens = views[SEGMENT_IDS].shape[1]
+    words = [(views[f.packed], number, f.pad_byte) for number, f in enumerate(WORD_FIELDS) if f.packed in views]
+    gathered = _native.Gathered([row.segments for row in plan.rows], held)
+    ids, positions = views[SEGMENT_IDS], views[SEGMENT_POSITIONS]
+    return {
+        "gather": lambda: _native.Gathered([row.segments for row in plan.rows], held),
+        "native": lambda: _native.fill_microbatch(gathered, tokens, ids, positions, words),
+    }
 
 
-def plan_all(lengths: Sequence[int], tokens: int) -> PlannedMicrobatch:
-    """All of them as one micro-batch with no more rows than it takes."""
-    rows = len(lengths)
-    for _ in range(2):
+def beside_grain(
+    plan: PlannedMicrobatch, held: dict[int, Trajectory], views: Views, rounds: int
+) -> dict[str, Any] | None:
+    """Plan and fill against Grain's packer; None without Grain."""
+    rows, tokens = views[SEGMENT_IDS].shape
+    try:
+        grain = GrainPacker(list(held.values()), OPTIONAL, rows=rows, tokens=tokens)
+    except ImportError:
+        return None
+
+    def ours() -> None:
         planner = Planner(PlanSettings(rows=rows, tokens=tokens))
-        for arrival, length in enumerate(lengths):
-            planner.add(arrival, length)
-        (plan,) = planner.flush()
-        rows = sum(bool(row.segments) for row in plan.rows)
-    return plan
+        for arrival, one in held.items():
+            planner.add(arrival, one.length)
+        (planned,) = planner.flush()
+        fill_microbatch(planned, held, views)
 
-
-def trajectory(number: int, length: int, dice: np.random.Generator, **more: Any) -> Trajectory:
-    floats = {name: dice.random(length, np.float32) for name in ("advantages", "old_logprobs", *sorted(OPTIONAL))}
-    tokens = dice.integers(0, 1 << 17, length, dtype=np.int32)
-    mask = np.ones(length, np.float32)
-    return Trajectory(trajectory_id=f"t{number}", tokens=tokens, loss_mask=mask, **floats, **more)
-
-
-class Shared:
-    """Warm shared memory, 64-byte aligned arrays in it."""
-
-    def __init__(self, nbytes: int) -> None:
-        with tempfile.TemporaryFile(dir="/dev/shm") as file:
-            os.ftruncate(file.fileno(), nbytes)
-            self.memory = mmap.mmap(file.fileno(), nbytes)
-        _native.populate(self.memory, True)
-
-    def views(self, specs: dict[str, tuple[str, tuple[int, ...]]]) -> Views:
-        views, at = {}, 0
-        for name, (dtype, shape) in specs.items():
-            count = int(np.prod(shape))
-            views[name] = np.frombuffer(self.memory, dtype, count, at).reshape(shape)
-            at += -(-views[name].nbytes // 64) * 64
-        return views
-
-
-def nbytes_of(specs: dict[str, tuple[str, tuple[int, ...]]]) -> int:
-    return sum(-(-int(np.prod(shape)) * np.dtype(dtype).itemsize // 64) * 64 for dtype, shape in specs.values())
-
-
-def word_specs(rows: int, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    words = {SEGMENT_IDS: "int32", SEGMENT_POSITIONS: "int32"}
-    words |= {field.packed: field.dtype for field in carried_fields(OPTIONAL)}
-    return {name: (dtype, (rows, tokens)) for name, dtype in words.items()}
-
-
-def numpy_into(plan: PlannedMicrobatch, held: dict[int, Trajectory], views: Views) -> None:
-    """The packer one would write first, into arrays that exist already."""
-    fields = carried_fields(OPTIONAL)
-    for view in views.values():
-        view[...] = 0
-    for row, planned in enumerate(plan.rows):
-        for number, segment in enumerate(planned.segments, start=1):
-            end = segment.start + segment.length
-            views[SEGMENT_IDS][row, segment.start : end] = number
-            views[SEGMENT_POSITIONS][row, segment.start : end] = np.arange(segment.length)
-            for field in fields:
-                views[field.packed][row, segment.start : end] = getattr(held[segment.arrival], field.source)
-
-
-def alternating(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each arm; the first round is thrown away."""
-    samples: dict[str, list[float]] = {name: [] for name in arms}
-    for number in range(rounds + 1):
-        for name, arm in arms.items():
-            begin = time.perf_counter()
-            arm()
-            if number:
-                samples[name].append(1e3 * (time.perf_counter() - begin))
-    return samples
-
-
-def memcpy_arms(shared: Shared, nbytes: int, pool: ThreadPoolExecutor, threads: int) -> dict[str, Callable[[], object]]:
-    source = np.ones(nbytes, np.uint8)
-    into = np.frombuffer(shared.memory, np.uint8, nbytes)
-    cuts = [nbytes * part // threads // 64 * 64 for part in range(threads)] + [nbytes]
-    parts = [(into[a:b], source[a:b]) for a, b in pairwise(cuts)]
-
-    def together() -> None:
-        list(pool.map(lambda part: _native.copy_into(*part), parts))
-
-    return {"memcpy_1": lambda: _native.copy_into(into, source), "memcpy_all": together}
+    ms = {arm: spread(values) for arm, values in alternating({"ours": ours, "grain": grain}, min(rounds, 3)).items()}
+    return {
+        "ms": ms,
+        "rows": grain.rows,
+        "efficiency": plan.real_tokens / (grain.rows * tokens),
+        "nothing_lost": grain.count() == plan.real_tokens,
+        "times_ours": ms["grain"]["median"] / ms["ours"]["median"],
+    }
 
 
 def fill_of_list(
@@ -155,6 +115,7 @@ def fill_of_list(
         **memcpy_arms(shared, nbytes, pool, len(os.sched_getaffinity(0))),
         "fill": lambda: fill_microbatch(plan, held, views),
         "numpy": lambda: numpy_into(plan, held, views),
+        **native_arms(plan, held, views),
     }
     ms = {arm: spread(values) for arm, values in alternating(arms, rounds).items()}
     fill = ms["fill"]["median"]
@@ -168,7 +129,9 @@ def fill_of_list(
         "equal_to_numpy": equal,
         "ms": ms,
         "of_memcpy": min(ms["memcpy_1"]["median"], ms["memcpy_all"]["median"]) / fill,
+        "native_of_memcpy": min(ms["memcpy_1"]["median"], ms["memcpy_all"]["median"]) / ms["native"]["median"],
         "times_numpy": ms["numpy"]["median"] / fill,
+        "grain": beside_grain(plan, held, views, rounds),
     }
 
 
@@ -194,18 +157,30 @@ def routing_bytes() -> dict[str, Any]:
     return {"nbytes": sizes, "of_dense": {name: size / sizes["dense"] for name, size in sizes.items()}}
 
 
+def _gathered(rows: list[tuple[tuple[int, int, int], ...]], routing: list[Any]) -> _native.Gathered:
+    records = {
+        number: SimpleNamespace(record=_native.TrajectoryRecord(each[1], (), each))
+        for number, each in enumerate(routing)
+    }
+    return _native.Gathered(rows, records)
+
+
 def routing_times(rounds: int) -> dict[str, Any]:
     """Routing of 16,384 real tokens in 4 rows x 16,384, written in each encoding from dense and from held sources."""
     rows, tokens, dice, bits = 4, 16384, np.random.default_rng(2), id_bits(EXPERTS)
     lengths = [3001] * 5 + [1379]
     first = (np.arange(TOP_K) * 51).astype(np.int16)
-    spans, dense, at = [], [], [0] * rows
+    dense, at = [], [0] * rows
+    spans: list[list[tuple[int, int, int]]] = [[] for _ in range(rows)]
     for number, length in enumerate(lengths):
         row = number * rows // len(lengths)
-        spans.append((row, at[row], length))
+        spans[row].append((number, at[row], length))
         at[row] += length
         dense.append(first + dice.integers(0, 50, (length, LAYERS, 1), dtype=np.int16))
     held = [(_native.pack_routing(each, LAYERS, TOP_K, bits), len(each)) for each in dense]
+    places = [tuple(row) for row in spans]
+    from_dense = _gathered(places, [(each, len(each), LAYERS, TOP_K, 0) for each in dense])
+    from_held = _gathered(places, [(each, count, LAYERS, TOP_K, bits) for each, count in held])
     words = [np.empty((rows, tokens), np.int32) for _ in range(2)]
     arms: dict[str, Callable[[], object]] = {}
     sizes = {}
@@ -218,19 +193,20 @@ def routing_times(rounds: int) -> dict[str, Any]:
         rest = [
             next((view for key, view in views.items() if key.endswith(end)), None) for end in ("validity", "offsets")
         ]
-        for kind, sources in (("dense", dense), ("held", held)):
-            routing = (encoding, LAYERS, TOP_K, bits, ids, *rest, sources)
-            arms[f"{encoding} from {kind}"] = lambda routing=routing: _native.fill_microbatch(
-                rows, tokens, spans, *words, [], routing
+        width = bits if encoding == "ragged_packed" else 0
+        routing = (encoding, LAYERS, TOP_K, width, ids, *rest)
+        for kind, gathered in (("dense", from_dense), ("held", from_held)):
+            arms[f"{encoding} from {kind}"] = lambda gathered=gathered, routing=routing: _native.fill_microbatch(
+                gathered, tokens, *words, [], routing
             )
     ms = {arm: spread(values) for arm, values in alternating(arms, rounds).items()}
     packed = sum(len(each) for each, _ in held) / sum(each.nbytes for each in dense)
     return {"real_tokens": sum(lengths), "places": rows * tokens, "nbytes": sizes, "ms": ms, "held_of_dense": packed}
 
 
-def planner_times(lengths: Sequence[int], tokens: int, rounds: int) -> list[dict[str, Any]]:
+def planner_times(lengths: Sequence[int], tokens: int, rounds: int, counts: Sequence[int]) -> list[dict[str, Any]]:
     out = []
-    for count in (1_000, 10_000, 100_000):
+    for count in counts:
         many = np.random.default_rng(3).choice(lengths, count).tolist()
 
         def plan(many: list[int] = many) -> None:
@@ -244,7 +220,7 @@ def planner_times(lengths: Sequence[int], tokens: int, rounds: int) -> list[dict
     return out
 
 
-def measure(folder: Path, rounds: int) -> dict[str, Any]:
+def measure(folder: Path, rounds: int, planned: Sequence[int]) -> dict[str, Any]:
     found = [name for name in ROWS_OF if (folder / f"{name}.json").is_file()]
     notes = [f"no {name}.json in {folder}: skipped" for name in ROWS_OF if name not in found]
     for text in notes:
@@ -255,12 +231,14 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
             note(f"{name} at {ROWS_OF[name]} tokens")
             lengths = read_lengths(folder / f"{name}.json", ROWS_OF[name])
             lists.append(fill_of_list(name, lengths, ROWS_OF[name], rounds, pool))
+    if any(each["grain"] is None for each in lists):
+        notes.append("Grain left out: it is missing; pip install 'shmstage[bench]'")
     note("routing")
     routing = {**routing_bytes(), "times": routing_times(rounds)}
     note("planner")
     known = {each["list"]: each for each in lists}
     sample = read_lengths(folder / "gsm8k.json", 2048) if "gsm8k" in found else list(range(50, 500))
-    planner = planner_times(sample, 2048, rounds)
+    planner = planner_times(sample, 2048, rounds, planned)
     targets = [verdict("ragged_packed_of_dense_bytes", routing["of_dense"]["ragged_packed"], 0.17)]
     targets += [
         verdict(f"fill_of_memcpy_{name}", known[name]["of_memcpy"], 0.8, at_least=True)
@@ -271,7 +249,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
         if name in known:
             targets.append(verdict(f"fill_times_numpy_{name}", known[name]["times_numpy"], least, at_least=True))
     figures = {"lists": lists, "routing": routing, "planner": planner}
-    equal = all(each["equal_to_numpy"] for each in lists)
+    equal = all(each["equal_to_numpy"] and (each["grain"] or {}).get("nothing_lost", True) for each in lists)
     return {
         "machine": machine(),
         "rounds": rounds,
@@ -293,6 +271,14 @@ def print_tables(result: dict[str, Any]) -> None:
                         for one in (ms["fill"], best, ms["numpy"]))  # fmt: skip
         print(f"{each['list']:<16}{each['rows']:>6}{each['efficiency']:>8.3f}{each['nbytes'] / 1e6:>7.1f}{cells}"
               f"{each['of_memcpy']:>11.2f}{each['times_numpy']:>9.1f}")  # fmt: skip
+    for each in result["figures"]["lists"]:
+        ms, grain = each["ms"], each["grain"]
+        print(f"{each['list']:<16}of the fill {ms['gather']['median']:.2f} ms look records up, native "
+              f"{ms['native']['median']:.2f} ms, {each['native_of_memcpy']:.2f} of memcpy")  # fmt: skip
+        if grain is not None:
+            print(f"{'':<16}plan and fill {grain['ms']['ours']['median']:.1f} ms; Grain "
+                  f"{grain['ms']['grain']['median']:.1f} ms, {grain['times_ours']:.1f} times, {grain['rows']} rows, "
+                  f"efficiency {grain['efficiency']:.3f}")  # fmt: skip
     routing = result["figures"]["routing"]
     for name, share in routing["of_dense"].items():
         print(f"{name:<16}{routing['nbytes'][name] / 1e6:>10.1f} MB of a micro-batch, {share:.3f} of dense")
@@ -303,38 +289,46 @@ def print_tables(result: dict[str, Any]) -> None:
     print_targets(result["targets"])
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        note("no plot: pip install matplotlib")
-        return
+def plot(result: dict[str, Any], path: Path) -> bool:
+    """Bytes written per second by list and arm; False without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
     lists = result["figures"]["lists"]
-    axes = (figure := Figure(figsize=(8, 4))).subplots()
-    for number, arm in enumerate(("fill", "memcpy_all", "memcpy_1", "numpy")):
+    drawing, axes = pyplot.subplots(figsize=(8, 4))
+    for number, arm in enumerate(("fill", "native", "memcpy_all", "memcpy_1", "numpy")):
         rates = [each["nbytes"] / each["ms"][arm]["median"] / 1e6 for each in lists]
-        axes.bar([at + 0.2 * number for at in range(len(lists))], rates, 0.2, label=arm)
-    axes.set_xticks([at + 0.3 for at in range(len(lists))], [each["list"] for each in lists])
+        axes.bar([at + 0.16 * number for at in range(len(lists))], rates, 0.16, label=arm)
+    axes.set_xticks([at + 0.32 for at in range(len(lists))], [each["list"] for each in lists])
     axes.set_ylabel("GB/s written, median")
-    axes.legend()
-    figure.savefig(path)
+    axes.legend(fontsize="small")
+    drawing.tight_layout()
+    drawing.savefig(path)
+    pyplot.close(drawing)
+    return True
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, default=LENGTHS)
+    parser.add_argument("--lengths", type=Path, default=LENGTHS, help="folder of the length lists")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--planned", default="1000,10000,100000", help="trajectories to plan, with commas")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the kept result")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args()
-    result = measure(args.lengths, args.rounds)
-    keep("pack", result)
-    if args.plot:
-        plot(result, args.plot)
+    result = measure(args.lengths, args.rounds, [int(count) for count in args.planned.split(",")])
+    path = keep("pack", result, args.results)
+    if not plot(result, path.with_suffix(".svg")):
+        result["notes"].append("no plot: matplotlib is missing; pip install 'shmstage[bench]'")
     if args.json:
         print(json.dumps(result))
     else:
         print_tables(result)
+        print("\n".join(result["notes"]))
     return 0 if result["equal"] else 1
 
 

@@ -121,13 +121,15 @@ def _revision() -> str:
 def plot(path: Path, draw: Callable[[Any], None], *, size: tuple[float, float] = (8.0, 4.0)) -> list[str]:
     """Let ``draw`` fill a matplotlib figure of ``size`` inches and write it to ``path``; notes for the reader."""
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
         return [NO_PLOT]
     figure = Figure(figsize=size, layout="tight")
     draw(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight")  # its ending says which format
+    with rc_context({"svg.fonttype": "none"}):  # letters as text, not as paths: a tenth of the size
+        figure.savefig(path, bbox_inches="tight")  # its ending says which format
     return []
 
 

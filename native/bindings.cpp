@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -12,6 +13,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "atomics.h"
@@ -20,6 +22,7 @@
 #include "fill.h"
 #include "guarded_copy.h"
 #include "parallel.h"
+#include "record.h"
 #include "routing.h"
 #include "slot_header.h"
 #include "slots.h"
@@ -47,33 +50,27 @@ class Buffer {
     Py_buffer view_{};
 };
 
-/// Bytes to read of many small arrays. A numpy array builds a description at every request for its buffer, which takes
-/// longer than copying a short one: its pointer is taken instead, and a reference keeps it, as it keeps numpy from
-/// resizing it.
-class SourceBytes {
-  public:
-    explicit SourceBytes(const py::object& object) : object_(object) {
-        if (py::isinstance<py::array>(object)) {
-            const auto array = py::reinterpret_borrow<py::array>(object);
-            if ((array.flags() & py::array::c_style) == 0) throw py::value_error("source is not C-contiguous");
-            data_ = static_cast<const std::byte*>(array.data());
-            nbytes_ = static_cast<std::size_t>(array.nbytes());
-        } else {
-            buffer_.emplace(object, false);
-            data_ = buffer_->data();
-            nbytes_ = buffer_->nbytes();
-        }
-    }
-
-    const std::byte* data() const { return data_; }
-    std::size_t nbytes() const { return nbytes_; }
-
-  private:
-    py::object object_;
-    std::optional<Buffer> buffer_;
-    const std::byte* data_ = nullptr;
-    std::size_t nbytes_ = 0;
+/// Bytes to read, as long as `keeper` lives. A numpy array builds a description at every request for its buffer, which
+/// takes longer than copying a short one: its pointer is taken instead, and a reference keeps it, as it keeps numpy
+/// from resizing it.
+struct SourceBytes {
+    py::object keeper;
+    const std::byte* data;
+    std::size_t nbytes;
 };
+
+SourceBytes source_bytes(const py::handle& object) {
+    if (py::isinstance<py::array>(object)) {
+        const auto array = py::reinterpret_borrow<py::array>(object);
+        if ((array.flags() & py::array::c_style) == 0) throw py::value_error("source is not C-contiguous");
+        return {array, static_cast<const std::byte*>(array.data()), static_cast<std::size_t>(array.nbytes())};
+    }
+    auto view = py::reinterpret_steal<py::object>(PyMemoryView_FromObject(object.ptr()));
+    if (!view) throw py::error_already_set();
+    const Py_buffer* buffer = PyMemoryView_GET_BUFFER(view.ptr());
+    if (PyBuffer_IsContiguous(buffer, 'C') == 0) throw py::value_error("source is not C-contiguous");
+    return {std::move(view), static_cast<const std::byte*>(buffer->buf), static_cast<std::size_t>(buffer->len)};
+}
 
 std::string text_of(const char* field, std::size_t capacity) { return {field, strnlen(field, capacity)}; }
 
@@ -402,17 +399,6 @@ void check_nbytes(const char* what, std::uint64_t got, std::uint64_t want) {
     }
 }
 
-using SpanArguments = std::tuple<py::object, std::uint64_t, unsigned char, std::vector<py::object>>;
-/// encoding, layers, top_k, bits, ids, validity, offsets, sources
-using RoutingArguments = std::tuple<std::string, std::uint64_t, std::uint64_t, unsigned, py::object, py::object,
-                                    py::object, std::vector<py::object>>;
-
-/// What a fill keeps while it runs; a deque never moves a Buffer.
-struct HeldBuffers {
-    std::deque<Buffer> written;
-    std::deque<SourceBytes> read;
-};
-
 shmstage::RoutingShape routing_shape(std::uint64_t layers, std::uint64_t top_k, unsigned bits) {
     const std::uint64_t ids = product(layers, top_k);
     if (ids == 0) throw py::value_error("routing without layers or without ids");
@@ -437,46 +423,196 @@ std::uint64_t checked_held_nbytes(const shmstage::RoutingShape& shape, std::uint
     return shmstage::held_nbytes(shape, tokens);
 }
 
-shmstage::SpanField span_field(const SpanArguments& arguments, std::uint64_t places,
-                               const std::vector<shmstage::Segment>& segments, HeldBuffers& held) {
-    const auto& [destination, token_nbytes, pad, sources] = arguments;
-    const Buffer& into = held.written.emplace_back(destination, true);
-    check_nbytes("destination", into.nbytes(), product(places, token_nbytes));
-    if (sources.size() != segments.size()) throw py::value_error("not one source per segment");
-    shmstage::SpanField field{into.data(), token_nbytes, pad, {}};
-    field.sources.reserve(sources.size());
-    for (std::size_t i = 0; i < sources.size(); ++i) {
-        const SourceBytes& from = held.read.emplace_back(sources[i]);
-        if (token_nbytes == 0 || from.nbytes() % token_nbytes != 0) {
-            throw py::value_error("source is not a whole number of tokens");
+/// array, tokens, layers, top_k, bits: bits 0 is dense int16, else what pack_routing made
+using HeldRouting = std::tuple<py::object, std::uint64_t, std::uint64_t, std::uint64_t, unsigned>;
+
+/// A record and the arrays that it points into.
+class PyRecord {
+  public:
+    PyRecord(std::uint64_t tokens, const py::sequence& words, const std::optional<HeldRouting>& routing,
+             std::uint64_t loss_tokens, std::uint32_t experts) {
+        if (tokens > std::numeric_limits<std::int32_t>::max()) throw py::value_error("more than 2**31 - 1 tokens");
+        if (words.size() > shmstage::kMostFields) {
+            throw py::value_error(std::to_string(words.size()) + " fields, at most " +
+                                  std::to_string(shmstage::kMostFields));
         }
-        const std::uint64_t source_tokens = from.nbytes() / token_nbytes;
-        if (source_tokens > segments[i].length) throw py::value_error("source longer than its segment");
-        field.sources.push_back({from.data(), source_tokens});
+        record_.tokens = tokens;
+        record_.loss_tokens = loss_tokens;
+        record_.experts = experts;
+        for (std::size_t i = 0; i < words.size(); ++i) {
+            const py::object given = words[i];
+            if (given.is_none()) continue;
+            SourceBytes from = source_bytes(given);
+            check_nbytes("field", from.nbytes, tokens * shmstage::kWordNbytes);
+            record_.words[i] = from.data;
+            record_.present |= 1U << i;
+            kept_[i] = std::move(from.keeper);
+        }
+        if (routing) take(*routing);
     }
-    return field;
+
+    const shmstage::Record& record() const { return record_; }
+
+  private:
+    void take(const HeldRouting& routing) {
+        const auto& [array, tokens, layers, top_k, bits] = routing;
+        const shmstage::RoutingShape shape = routing_shape(layers, top_k, bits);
+        if (tokens > record_.tokens) throw py::value_error("routing of more tokens than there are");
+        SourceBytes from = source_bytes(array);
+        check_nbytes("routing", from.nbytes,
+                     bits == 0 ? product(tokens, shape.token_nbytes()) : checked_held_nbytes(shape, tokens));
+        record_.shape = shape;
+        record_.routing = {from.data, tokens, bits != 0};
+        kept_.back() = std::move(from.keeper);
+    }
+
+    shmstage::Record record_;
+    std::array<py::object, shmstage::kMostFields + 1> kept_;  ///< of each field, and of routing
+};
+
+/// Asks for the first lines of what will be read soon: the objects of thousands of trajectories lie anywhere.
+void ask_for(const void* address, std::size_t nbytes) {
+    constexpr std::size_t kLine = 64;
+    for (std::size_t i = 0; i < nbytes; i += kLine) __builtin_prefetch(static_cast<const char*>(address) + i);
 }
 
-shmstage::RoutingSource routing_source(const py::object& given, const shmstage::RoutingShape& shape,
-                                       std::uint64_t length, HeldBuffers& held) {
-    shmstage::RoutingSource source{nullptr, 0, py::isinstance<py::tuple>(given)};
-    if (source.held) {
-        const auto [packed, tokens] = given.cast<std::tuple<py::object, std::uint64_t>>();
-        if (shape.bits == 0) throw py::value_error("packed ids of 0 bits");
-        const SourceBytes& from = held.read.emplace_back(packed);
-        check_nbytes("held routing", from.nbytes(), checked_held_nbytes(shape, tokens));
-        source.data = from.data();
-        source.tokens = tokens;
-    } else {
-        const SourceBytes& from = held.read.emplace_back(given);
-        if (from.nbytes() % shape.token_nbytes() != 0) {
-            throw py::value_error("source is not a whole number of tokens");
-        }
-        source.data = from.data();
-        source.tokens = from.nbytes() / shape.token_nbytes();
+/// The records of a planned micro-batch in its order, checked against the plan and against each other.
+class Gathered {
+  public:
+    Gathered(const py::sequence& rows, const py::object& trajectories) : rows_(rows) {
+        const std::vector<PyObject*> found = segments_of();
+        kept_ = py::tuple(found.size());
+        look_up(found, trajectories);
+        check(found);
+        totals_ = shmstage::totals_of(records_);
     }
-    if (source.tokens > length) throw py::value_error("source longer than its segment");
-    return source;
+
+    std::uint64_t rows() const { return rows_.size(); }
+    const std::vector<shmstage::Segment>& segments() const { return segments_; }
+    const std::vector<const shmstage::Record*>& records() const { return records_; }
+    const shmstage::Totals& totals() const { return totals_; }
+    /// Bits of the ids that are held packed; 0: none are.
+    unsigned held_bits() const { return held_bits_; }
+
+  private:
+    /// How many trajectories ahead their objects are asked for.
+    static constexpr std::size_t kAhead = 8;
+
+    /// Borrowed of the rows, which are ours.
+    std::vector<PyObject*> segments_of() const {
+        std::vector<PyObject*> found;
+        for (const py::handle row : rows_) {
+            if (!PyTuple_Check(row.ptr())) throw py::type_error("a row is no tuple of segments");
+            for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(row.ptr()); ++i) {
+                found.push_back(PyTuple_GET_ITEM(row.ptr(), i));
+                ask_for(found.back(), 1);
+            }
+        }
+        for (PyObject* segment : found) {
+            if (!PyTuple_Check(segment) || PyTuple_GET_SIZE(segment) != 3) throw py::type_error("not a segment");
+            for (Py_ssize_t i = 0; i < 3; ++i) ask_for(PyTuple_GET_ITEM(segment, i), 1);
+        }
+        return found;
+    }
+
+    /// Puts the record of each segment's trajectory into kept_.
+    void look_up(const std::vector<PyObject*>& segments, const py::object& trajectories) {
+        const py::str attribute = py::reinterpret_steal<py::str>(PyUnicode_InternFromString("record"));
+        const bool plain = PyDict_CheckExact(trajectories.ptr());
+        for (std::size_t i = 0; i < segments.size(); ++i) {
+            if (plain && i + kAhead < segments.size()) {
+                // its address only: looking others up may run code that lets it go
+                PyObject* number = PyTuple_GET_ITEM(segments[i + kAhead], 0);
+                const PyObject* next = PyDict_GetItemWithError(trajectories.ptr(), number);
+                if (next == nullptr) PyErr_Clear();
+                if (next != nullptr) ask_for(next, 192);
+            }
+            PyObject* number = PyTuple_GET_ITEM(segments[i], 0);
+            const auto trajectory = py::reinterpret_steal<py::object>(PyObject_GetItem(trajectories.ptr(), number));
+            if (!trajectory) throw py::error_already_set();
+            PyObject* record = PyObject_GetAttr(trajectory.ptr(), attribute.ptr());
+            if (record == nullptr) throw py::error_already_set();
+            PyTuple_SET_ITEM(kept_.ptr(), static_cast<Py_ssize_t>(i), record);
+            ask_for(record, 1);
+        }
+    }
+
+    void check(const std::vector<PyObject*>& segments) {
+        py::detail::make_caster<PyRecord> caster;  // made once: it looks its type up
+        records_.reserve(segments.size());
+        segments_.reserve(segments.size());
+        for (std::size_t i = 0; i < segments.size(); ++i) {
+            PyObject* object = PyTuple_GET_ITEM(kept_.ptr(), static_cast<Py_ssize_t>(i));
+            if (object == Py_None || !caster.load(object, false)) throw py::type_error("not a TrajectoryRecord");
+            const shmstage::Record& record = py::detail::cast_op<PyRecord&>(caster).record();
+            records_.push_back(&record);
+            ask_for(&record, sizeof record);
+        }
+        std::uint64_t number = 0;
+        std::size_t i = 0;
+        for (const py::handle row : rows_) {
+            for (Py_ssize_t left = PyTuple_GET_SIZE(row.ptr()); left != 0; --left, ++i) {
+                const std::uint64_t start = whole(PyTuple_GET_ITEM(segments[i], 1));
+                const std::uint64_t length = whole(PyTuple_GET_ITEM(segments[i], 2));
+                check_record(*records_[i], length);
+                segments_.push_back({number, start, length});
+            }
+            ++number;
+        }
+    }
+
+    void check_record(const shmstage::Record& record, std::uint64_t length) {
+        if (record.tokens != length) {
+            throw py::value_error("a record of " + std::to_string(record.tokens) + " tokens for a segment of " +
+                                  std::to_string(length));
+        }
+        if (!same_kind(record, *records_.front())) throw py::value_error("records of different fields");
+        if (!record.routing.held) return;
+        if (held_bits_ != 0 && held_bits_ != record.shape.bits) {
+            throw py::value_error("routing packed in " + std::to_string(held_bits_) + " and in " +
+                                  std::to_string(record.shape.bits) + " bits");
+        }
+        held_bits_ = record.shape.bits;
+    }
+
+    static std::uint64_t whole(PyObject* object) {
+        const unsigned long long value = PyLong_AsUnsignedLongLong(object);
+        if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) throw py::error_already_set();
+        return value;
+    }
+
+    py::tuple rows_;
+    py::tuple kept_;  ///< the records, as Python has them
+    std::vector<const shmstage::Record*> records_;
+    std::vector<shmstage::Segment> segments_;
+    shmstage::Totals totals_{0, 0, 0};
+    unsigned held_bits_ = 0;
+};
+
+/// destination, number of the field in the records, padding byte
+using WordArguments = std::tuple<py::object, std::size_t, unsigned char>;
+/// encoding, layers, top_k, bits, ids, validity, offsets
+using RoutingArguments =
+    std::tuple<std::string, std::uint64_t, std::uint64_t, unsigned, py::object, py::object, py::object>;
+/// What a fill writes to while it runs; a deque never moves a Buffer.
+using Written = std::deque<Buffer>;
+
+/// A field of words to be written, checked.
+struct WordFill {
+    std::byte* destination;
+    std::size_t number;
+    unsigned char pad;
+};
+
+WordFill word_fill(const WordArguments& arguments, std::uint64_t places, const Gathered& gathered, Written& written) {
+    const auto& [destination, number, pad] = arguments;
+    const Buffer& into = written.emplace_back(destination, true);
+    check_nbytes("destination", into.nbytes(), product(places, shmstage::kWordNbytes));
+    if (number >= shmstage::kMostFields) throw py::value_error("no such field: " + std::to_string(number));
+    if (!gathered.records().empty() && (gathered.records().front()->present >> number & 1U) == 0) {
+        throw py::value_error("the records lack field " + std::to_string(number));
+    }
+    return {into.data(), number, pad};
 }
 
 /// Routing to be written, checked.
@@ -487,95 +623,118 @@ struct RoutingFill {
     std::byte* validity;
     std::byte* offsets;
     std::uint64_t capacity;  ///< positions: real tokens, or rows x tokens where dense
-    std::vector<shmstage::RoutingSource> sources;
 };
 
-RoutingFill routing_fill(const RoutingArguments& arguments, std::uint64_t rows, std::uint64_t places,
-                         const std::vector<shmstage::Segment>& segments, HeldBuffers& held) {
-    const auto& [encoding, layers, top_k, bits, ids, validity, offsets, sources] = arguments;
+/// The width of packed ids, wherever there are any: held ones have the width of the destination's.
+unsigned packed_bits(unsigned bits, const Gathered& gathered) {
+    const unsigned held = gathered.held_bits();
+    if (held != 0 && bits != 0 && held != bits) {
+        throw py::value_error("routing held in " + std::to_string(held) + " bits, want " + std::to_string(bits));
+    }
+    return bits != 0 ? bits : held;
+}
+
+RoutingFill routing_fill(const RoutingArguments& arguments, std::uint64_t places, const Gathered& gathered,
+                         Written& written) {
+    const auto& [encoding, layers, top_k, bits, ids, validity, offsets] = arguments;
     const bool packed = encoding == "ragged_packed";
     if (!packed && encoding != "ragged" && encoding != "dense") throw py::value_error("unknown encoding " + encoding);
+    if (!packed && bits != 0) throw py::value_error("bits for ids that are not packed");
+    const unsigned width = packed_bits(bits, gathered);
     const shmstage::RoutingShape shape =
-        packed ? packed_shape(layers, top_k, bits) : routing_shape(layers, top_k, bits);
-    const Buffer& into = held.written.emplace_back(ids, true);
-    RoutingFill fill{encoding, shape, into.data(), nullptr, nullptr, places, {}};
+        packed ? packed_shape(layers, top_k, width) : routing_shape(layers, top_k, width);
+    if (!gathered.records().empty()) {
+        const shmstage::RoutingShape& given = gathered.records().front()->shape;
+        if (given.layers != layers || given.top_k != top_k) {
+            throw py::value_error("routing of " + std::to_string(given.layers) + " layers and top-" +
+                                  std::to_string(given.top_k) + ", want " + std::to_string(layers) + " and top-" +
+                                  std::to_string(top_k));
+        }
+    }
+    const Buffer& into = written.emplace_back(ids, true);
+    RoutingFill fill{encoding, shape, into.data(), nullptr, nullptr, places};
     if (encoding == "dense") {
         check_nbytes("routing", into.nbytes(), product(places, shape.token_nbytes()));
     } else {
         const std::uint64_t unit = packed ? shape.group_nbytes() : shape.token_nbytes();
         if (into.nbytes() % unit != 0) throw py::value_error("routing is not a whole number of tokens");
         fill.capacity = into.nbytes() / unit * (packed ? shmstage::kGroup : 1);
-        std::uint64_t real = 0;
-        for (const shmstage::Segment& segment : segments) real += segment.length;  // at most `places`: they are apart
+        const std::uint64_t real = gathered.totals().tokens;
         if (real > fill.capacity) {
             throw py::value_error(std::to_string(real) + " real tokens, capacity " + std::to_string(fill.capacity));
         }
         if (real > std::numeric_limits<std::int32_t>::max()) throw py::value_error("more than 2**31 - 1 real tokens");
-        const Buffer& into_offsets = held.written.emplace_back(offsets, true);
-        check_nbytes("offsets", into_offsets.nbytes(), product(rows + 1, sizeof(std::int32_t)));
+        const Buffer& into_offsets = written.emplace_back(offsets, true);
+        check_nbytes("offsets", into_offsets.nbytes(), product(gathered.rows() + 1, sizeof(std::int32_t)));
         fill.offsets = into_offsets.data();
     }
     if (packed) {
-        const Buffer& into_validity = held.written.emplace_back(validity, true);
+        const Buffer& into_validity = written.emplace_back(validity, true);
         check_nbytes("validity", into_validity.nbytes(), product(fill.capacity / shmstage::kGroup, shape.layers));
         fill.validity = into_validity.data();
-    }
-    if (sources.size() != segments.size()) throw py::value_error("not one source per segment");
-    for (std::size_t i = 0; i < sources.size(); ++i) {
-        fill.sources.push_back(routing_source(sources[i], shape, segments[i].length, held));
     }
     return fill;
 }
 
-void fill_microbatch(std::uint64_t rows, std::uint64_t tokens,
-                     const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>& places_of_segments,
-                     const py::object& segment_ids, const py::object& segment_positions,
-                     const std::vector<SpanArguments>& fields, const std::optional<RoutingArguments>& routing,
-                     unsigned threads) {
+void add_routing(shmstage::Work& work, const RoutingFill& fill, const std::vector<shmstage::RoutingSource>& sources,
+                 const std::vector<shmstage::Span>& padded, const std::vector<shmstage::Span>& compact) {
+    if (fill.encoding == "ragged_packed") {
+        work.add(fill.capacity / shmstage::kGroup, fill.shape.group_nbytes() + fill.shape.layers,
+                 [&](const shmstage::Part& part) {
+                     shmstage::fill_packed_routing({fill.ids, fill.validity}, fill.shape, sources, compact, part);
+                 });
+        return;
+    }
+    const std::vector<shmstage::Span>& spans = fill.encoding == "dense" ? padded : compact;
+    work.add(fill.capacity, fill.shape.token_nbytes(), [&](const shmstage::Part& part) {
+        shmstage::fill_dense_routing(fill.ids, fill.shape, sources, spans, part);
+    });
+}
+
+void fill_microbatch(const Gathered& gathered, std::uint64_t tokens, const py::object& segment_ids,
+                     const py::object& segment_positions, const std::vector<WordArguments>& fields,
+                     const std::optional<RoutingArguments>& routing, unsigned threads) {
     // positions and segment ids are int32
     if (tokens > std::numeric_limits<std::int32_t>::max()) throw py::value_error("more than 2**31 - 1 tokens a row");
-    std::vector<shmstage::Segment> segments;
-    segments.reserve(places_of_segments.size());
-    for (const auto& [row, start, length] : places_of_segments) segments.push_back({row, start, length});
-    if (const char* fault = shmstage::segments_fault(segments, rows, tokens)) throw py::value_error(fault);
-
-    const std::uint64_t places = product(rows, tokens);
-    HeldBuffers held;
-    const Buffer& ids = held.written.emplace_back(segment_ids, true);
-    const Buffer& positions = held.written.emplace_back(segment_positions, true);
+    const std::vector<shmstage::Segment>& segments = gathered.segments();
+    if (const char* fault = shmstage::segments_fault(segments, gathered.rows(), tokens)) throw py::value_error(fault);
+    const std::uint64_t places = product(gathered.rows(), tokens);
+    Written written;
+    const Buffer& ids = written.emplace_back(segment_ids, true);
+    const Buffer& positions = written.emplace_back(segment_positions, true);
     check_nbytes("segment_ids", ids.nbytes(), product(places, sizeof(std::int32_t)));
     check_nbytes("segment_positions", positions.nbytes(), product(places, sizeof(std::int32_t)));
-    std::vector<shmstage::SpanField> filled;
-    filled.reserve(fields.size());
-    for (const SpanArguments& field : fields) filled.push_back(span_field(field, places, segments, held));
+    std::vector<WordFill> words;
+    words.reserve(fields.size());
+    for (const WordArguments& field : fields) words.push_back(word_fill(field, places, gathered, written));
     std::optional<RoutingFill> routed;
-    if (routing) routed = routing_fill(*routing, rows, places, segments, held);
+    if (routing) routed = routing_fill(*routing, places, gathered, written);
 
     const py::gil_scoped_release released;
     const std::vector<shmstage::Span> padded = shmstage::padded_spans(segments, tokens);
-    const std::vector<shmstage::Span> compact = shmstage::compact_spans(segments);
+    std::vector<shmstage::Span> compact;
+    std::vector<shmstage::RoutingSource> sources;
     shmstage::Work work;
     const std::uint64_t word = sizeof(std::int32_t);
     work.add(places, word, [&](const shmstage::Part& part) { shmstage::fill_segment_ids(ids.data(), padded, part); });
     work.add(places, word,
              [&](const shmstage::Part& part) { shmstage::fill_segment_positions(positions.data(), padded, part); });
+    std::vector<shmstage::SpanField> filled;
+    filled.reserve(words.size());
+    for (const WordFill& field : words) {
+        filled.push_back({field.destination, shmstage::kWordNbytes, field.pad,
+                          shmstage::words_of(gathered.records(), field.number)});
+    }
     for (const shmstage::SpanField& field : filled) {
         work.add(places, field.token_nbytes,
                  [&](const shmstage::Part& part) { shmstage::fill_spans(field, padded, part); });
     }
-    if (routed && routed->encoding == "ragged_packed") {
-        work.add(routed->capacity / shmstage::kGroup, routed->shape.group_nbytes() + routed->shape.layers,
-                 [&](const shmstage::Part& part) {
-                     shmstage::fill_packed_routing({routed->ids, routed->validity}, routed->shape, routed->sources,
-                                                   compact, part);
-                 });
-    } else if (routed) {
-        const std::vector<shmstage::Span>& spans = routed->encoding == "dense" ? padded : compact;
-        work.add(routed->capacity, routed->shape.token_nbytes(), [&](const shmstage::Part& part) {
-            shmstage::fill_dense_routing(routed->ids, routed->shape, routed->sources, spans, part);
-        });
+    if (routed) {
+        sources = shmstage::routing_of(gathered.records());
+        compact = shmstage::compact_spans(segments);
+        add_routing(work, *routed, sources, padded, compact);
+        if (routed->offsets != nullptr) shmstage::fill_offsets(routed->offsets, segments, gathered.rows());
     }
-    if (routed && routed->offsets != nullptr) shmstage::fill_offsets(routed->offsets, segments, rows);
     work.run(threads);
 }
 
@@ -604,16 +763,38 @@ void unpack_routing(const py::object& destination, const py::object& packed, std
     shmstage::unpack_routing(into.data(), from.data(), tokens, shape);
 }
 
+void bind_records(py::module_& module) {
+    module.attr("MAX_WORD_FIELDS") = shmstage::kMostFields;
+    py::class_<PyRecord>(module, "TrajectoryRecord",
+                         "What a fill needs of one trajectory, noted once; holds the arrays.\n\n"
+                         "words: per field None or `tokens` 4-byte words. routing: (array, tokens, layers, top_k, bits);\n"
+                         "bits 0: int16 [tokens, layers, top_k], else what pack_routing made. ValueError if a size\n"
+                         "does not fit.")
+        .def(py::init<std::uint64_t, const py::sequence&, const std::optional<HeldRouting>&, std::uint64_t,
+                      std::uint32_t>(),
+             py::arg("tokens"), py::arg("words"), py::arg("routing") = py::none(), py::arg("loss_tokens") = 0,
+             py::arg("experts") = 0);
+    py::class_<Gathered>(module, "Gathered",
+                         "The records of a micro-batch, one per segment; holds them.\n\n"
+                         "rows: per row a tuple of segments (number, start, length). trajectories: number to what has\n"
+                         "the record as its attribute `record`. ValueError if a record has another length than its\n"
+                         "segment, or other fields, routing or experts than the first.")
+        .def(py::init<const py::sequence&, const py::object&>(), py::arg("rows"), py::arg("trajectories"))
+        .def_property_readonly("tokens", [](const Gathered& self) { return self.totals().tokens; })
+        .def_property_readonly("loss_tokens", [](const Gathered& self) { return self.totals().loss_tokens; })
+        .def_property_readonly("trained", [](const Gathered& self) { return self.totals().trained; },
+                               "Records with a loss token.")
+        .def_property_readonly("held_bits", &Gathered::held_bits, "Bits of ids that are held packed; 0: none are.");
+}
+
 void bind_fill(py::module_& module) {
-    module.def("fill_microbatch", &fill_microbatch, py::arg("rows"), py::arg("tokens"), py::arg("segments"),
-               py::arg("segment_ids"), py::arg("segment_positions"), py::arg("fields"), py::arg("routing") = py::none(),
-               py::arg("threads") = 0,
+    bind_records(module);
+    module.def("fill_microbatch", &fill_microbatch, py::arg("gathered"), py::arg("tokens"), py::arg("segment_ids"),
+               py::arg("segment_positions"), py::arg("fields"), py::arg("routing") = py::none(), py::arg("threads") = 0,
                "Writes every byte of the packed fields, GIL released.\n\n"
-               "segments: (row, start, length) in order. fields: (destination, bytes a token, padding byte, one\n"
-               "source per segment), a source shorter than its segment is padded at the end. routing: (encoding,\n"
-               "layers, top_k, bits, ids, validity, offsets, one source per segment), encoding dense, ragged or\n"
-               "ragged_packed, the three destinations as packing/routing.py has them (None where the encoding lacks\n"
-               "one), a source dense int16 [tokens, layers, top_k] or (bytes of pack_routing, tokens). threads: 0 =\n"
+               "fields: (destination, number in the records' words, padding byte). routing: (encoding, layers, top_k,\n"
+               "bits, ids, validity, offsets), encoding dense, ragged or ragged_packed, the three destinations as\n"
+               "packing/routing.py has them (None where the encoding lacks one), bits 0 unless packed. threads: 0 =\n"
                "by cores and size. ValueError, before anything is written, if a size, a segment or the capacity does\n"
                "not fit.");
     module.def("pack_routing", &pack_routing, py::arg("routing"), py::arg("layers"), py::arg("top_k"), py::arg("bits"),

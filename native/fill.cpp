@@ -25,6 +25,15 @@ void append_int32(Sink& sink, std::uint64_t count, Value value) {
     }
 }
 
+/// How many spans ahead their sources are asked for, and how much of each; the rest the processor foresees.
+constexpr std::size_t kAhead = 4;
+constexpr std::uint64_t kAskedNbytes = 512;
+
+void ask_for(const Source& source, std::uint64_t token_nbytes) {
+    const std::uint64_t nbytes = std::min(source.tokens * token_nbytes, kAskedNbytes);
+    for (std::uint64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(source.data + i);
+}
+
 }  // namespace
 
 const char* segments_fault(const std::vector<Segment>& segments, std::uint64_t rows, std::uint64_t tokens) {
@@ -81,6 +90,8 @@ void fill_spans(const SpanField& field, const std::vector<Span>& spans, const Pa
         spans, part, [&](std::uint64_t count) { sink.fill(field.pad, count * each); },
         [&](std::size_t i, std::uint64_t first, std::uint64_t count) {
             const Source& source = field.sources[i];
+            // sources lie anywhere: what a short one costs is the wait for its first lines
+            if (i + kAhead < spans.size()) ask_for(field.sources[i + kAhead], each);
             const std::uint64_t given = source.tokens > first ? std::min(count, source.tokens - first) : 0;
             if (given != 0) sink.copy(source.data + first * each, given * each);
             sink.fill(field.pad, (count - given) * each);
@@ -93,7 +104,8 @@ void fill_segment_ids(std::byte* destination, const std::vector<Span>& spans, co
     walk(
         spans, part, [&](std::uint64_t count) { sink.fill(0, count * sizeof(std::int32_t)); },
         [&](std::size_t i, std::uint64_t, std::uint64_t count) {
-            append_int32(sink, count, [&](std::uint64_t) { return spans[i].number; });
+            const std::int32_t number = spans[i].number;  // a copy: what is written could alias the spans
+            append_int32(sink, count, [number](std::uint64_t) { return number; });
         });
     sink.finish();
 }
@@ -103,7 +115,7 @@ void fill_segment_positions(std::byte* destination, const std::vector<Span>& spa
     walk(
         spans, part, [&](std::uint64_t count) { sink.fill(0, count * sizeof(std::int32_t)); },
         [&](std::size_t, std::uint64_t first, std::uint64_t count) {
-            append_int32(sink, count, [&](std::uint64_t i) { return static_cast<std::int32_t>(first + i); });
+            append_int32(sink, count, [first](std::uint64_t i) { return static_cast<std::int32_t>(first + i); });
         });
     sink.finish();
 }

@@ -96,6 +96,7 @@ class Sink {
   private:
     static constexpr std::size_t kLine = 64;
     static constexpr std::size_t kDirect = 1024;  ///< from here on a span does not go through the buffer
+    static constexpr std::size_t kForeseen = 1024;  ///< the processor foresees nothing beyond a page's end
 
     void gather(const std::byte* source, std::size_t nbytes) {
         while (nbytes != 0) {
@@ -140,6 +141,7 @@ class Sink {
         for (std::size_t i = 0; i < nbytes; i += kLine) {
             const auto* from = reinterpret_cast<const __m128i*>(source + i);
             auto* to = reinterpret_cast<__m128i*>(destination + i);
+            __builtin_prefetch(source + i + kForeseen);
             const __m128i a = _mm_loadu_si128(from);
             const __m128i b = _mm_loadu_si128(from + 1);
             const __m128i c = _mm_loadu_si128(from + 2);

@@ -1,3 +1,4 @@
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 ABI_VERSION: int
@@ -59,14 +60,38 @@ def advise_huge_pages(mapping: Any) -> None: ...
 
 # --- packing ---
 
+MAX_WORD_FIELDS: int
+
+class TrajectoryRecord:
+    def __init__(
+        self,
+        tokens: int,
+        words: Sequence[Any],
+        routing: tuple[Any, int, int, int, int] | None = None,
+        loss_tokens: int = 0,
+        experts: int = 0,
+    ) -> None: ...
+
+class Gathered:
+    def __init__(
+        self, rows: Sequence[tuple[tuple[int, int, int], ...]], trajectories: Mapping[int, Any]
+    ) -> None: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def loss_tokens(self) -> int: ...
+    @property
+    def trained(self) -> int: ...
+    @property
+    def held_bits(self) -> int: ...
+
 def fill_microbatch(
-    rows: int,
+    gathered: Gathered,
     tokens: int,
-    segments: list[tuple[int, int, int]],
     segment_ids: Any,
     segment_positions: Any,
-    fields: list[tuple[Any, int, int, list[Any]]],
-    routing: tuple[str, int, int, int, Any, Any, Any, list[Any]] | None = None,
+    fields: list[tuple[Any, int, int]],
+    routing: tuple[str, int, int, int, Any, Any, Any] | None = None,
     threads: int = 0,
 ) -> None: ...
 def pack_routing(routing: Any, layers: int, top_k: int, bits: int) -> bytes: ...

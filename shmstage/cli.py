@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bundle": ("shmstage.packing.bundle_cli", "import, record, show or verify frozen trajectories"),
     "budget": ("shmstage.operate.budget_command", "what a run would need, in bytes, and whether it fits"),
     "status": ("shmstage.operate.status_command", "show a run's processes, pools, slots and progress, dead or alive"),
+    "report": ("shmstage.operate.report_command", "one HTML page: boundary idle, lanes to scale, where the idle went"),
     "gc": ("shmstage.operate.gc_command", "remove pools whose owner is provably dead"),
     "doctor": ("shmstage.operate.doctor_command", "check this machine for what makes shared memory fail"),
 }

@@ -153,6 +153,17 @@ class EngineError(TrainerError):
     """The engine raised while it ran a command."""
 
 
+class HostRegistrationError(TrainerError):
+    """Host memory cannot be registered with the device runtime; uploads read it as ordinary memory.
+
+    ``name`` is the runtime's own name of the error, "" if it never got to a runtime.
+    """
+
+    def __init__(self, text: str, name: str = "") -> None:
+        super().__init__(text)
+        self.name = name
+
+
 class CheckpointError(TrainerError):
     """A checkpoint cannot be written or read."""
 

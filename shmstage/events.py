@@ -48,6 +48,7 @@ LANES: Final[dict[str, str]] = {
     "dispatched": "dispatch",  # span: dispatch began → call returned; kind = fwd_bwd, replay or update
     "ready": "device",  # kind = fwd_bwd or replay
     "settled": "device",
+    "scored": "device",  # span: began → done; kind = actor, reference or eval
     "retired": "device",  # buffer
     "landed": "update",
     "ticketed": "snapshots",  # span: asked for → resolved; kind = metrics, checkpoint or weights

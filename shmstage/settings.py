@@ -87,6 +87,9 @@ class Settings(BaseModel):
     numa: Literal["default", "interleave"] = Field(
         "default", description="NUMA nodes of the pool; default: where first touched, interleave: spread over all"
     )
+    host_register: Literal["auto", "off"] = Field(
+        "auto", description="register the pool with the device runtime where there is one, so that devices read it"
+    )
     device_buffers: int = Field(2, ge=2, le=64, description="micro-batches held on the device side")
     checkpoint_every: int = Field(
         0, ge=0, le=MAX_COUNT, description="steps between checkpoints; 0: only the one before step 1"

@@ -7,6 +7,7 @@
 
 #include "../fill.h"
 #include "../parallel.h"
+#include "../record.h"
 #include "../routing.h"
 #include "checks.h"
 
@@ -155,6 +156,45 @@ void check_faults(Dice& dice) {
     CHECK(routing_fault(bytes, count, top_k, 16) == want);
 }
 
+void check_records(Dice& dice) {
+    std::vector<Record> made(1 + dice.below(5));
+    std::vector<Bytes> words;
+    std::vector<const Record*> records;
+    Totals want{0, 0, 0};
+    for (Record& record : made) {
+        record.tokens = dice.below(4);
+        record.loss_tokens = record.tokens == 0 ? 0 : dice.below(2);
+        record.present = 1U << (kMostFields - 1);
+        record.shape = {2, 3, 0};
+        words.emplace_back(record.tokens * kWordNbytes);
+        record.words[kMostFields - 1] = words.back().data();
+        record.routing = {words.back().data(), record.tokens, dice.below(2) == 0};
+        records.push_back(&record);
+        want = {want.tokens + record.tokens, want.loss_tokens + record.loss_tokens,
+                want.trained + (record.loss_tokens != 0 ? 1 : 0)};
+        CHECK(same_kind(record, made.front()));
+    }
+    const Totals totals = totals_of(records);
+    CHECK(totals.tokens == want.tokens && totals.loss_tokens == want.loss_tokens && totals.trained == want.trained);
+    const std::vector<Source> sources = words_of(records, kMostFields - 1);
+    const std::vector<RoutingSource> routing = routing_of(records);
+    for (std::size_t i = 0; i < records.size(); ++i) {
+        CHECK(sources[i].data == words[i].data() && sources[i].tokens == made[i].tokens);
+        CHECK(routing[i].data == words[i].data() && routing[i].held == made[i].routing.held);
+    }
+    Record other = made.front();
+    other.shape.bits = 9;  // held otherwise, but the same
+    CHECK(same_kind(other, made.front()));
+    other.experts = 5;
+    CHECK(!same_kind(other, made.front()));
+    other = made.front();
+    other.shape.top_k = 4;
+    CHECK(!same_kind(other, made.front()));
+    other = made.front();
+    other.present = 3;
+    CHECK(!same_kind(other, made.front()));
+}
+
 void check_offsets() {
     std::vector<std::int32_t> offsets(4);
     fill_offsets(reinterpret_cast<std::byte*>(offsets.data()), {{0, 1, 3}, {0, 5, 2}, {2, 0, 7}}, 3);
@@ -201,6 +241,7 @@ int main() {
     for (int round = 0; round < 300; ++round) {
         check_routing(dice);
         check_faults(dice);
+        check_records(dice);
     }
     check_offsets();
     check_sharing(0);

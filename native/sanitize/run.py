@@ -32,7 +32,7 @@ SOURCES = {
     "slots": ["slots.cpp", "bytes.cpp"],
     "cells": ["cells.cpp"],
     "bytes": ["bytes.cpp", "fill.cpp", "guarded_copy.cpp"],
-    "routing": ["fill.cpp", "parallel.cpp", "routing.cpp"],
+    "routing": ["fill.cpp", "parallel.cpp", "record.cpp", "routing.cpp"],
 }
 RUN_DEADLINE_S = 120
 RELAXED = "-U__ATOMIC_{0} -D__ATOMIC_{0}=__ATOMIC_RELAXED"

@@ -69,12 +69,16 @@ class MicrobatchFields:
 
     @property
     def encoded_nbits(self) -> int:
-        """Bits of a trajectory's arrays per token, routing in `encoding`."""
+        """Bits of a trajectory's arrays per token, as they wait: routing as in a slot of `encoding`."""
         return self._word_nbits + (
             token_nbits(self.encoding, layers=self.layers, top_k=self.top_k, experts=self.experts)
             if self.has_routing
             else 0
         )
+
+    def waiting_nbytes(self, arrived_nbytes: int) -> int:
+        """Bytes that trajectories take while they wait, of so many as they arrive."""
+        return -(-arrived_nbytes * self.encoded_nbits // self.trajectory_nbits)
 
     @property
     def _word_nbits(self) -> int:

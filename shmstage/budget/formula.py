@@ -136,13 +136,22 @@ class Inputs:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of the trajectories that are held where no limit is set."""
+        """Bytes of the trajectories that are held where no limit is set, as they arrive."""
         return _bytes_of(self.held_tokens, self.fields.trajectory_nbits)
 
     @property
+    def waits_encoded(self) -> bool:
+        """Whether held trajectories are encoded; in Ray's object store they lie as they arrived."""
+        return self.hosts == 1 and self.fields.has_routing and self.fields.encoding == "ragged_packed"
+
+    def waiting_nbytes(self, arrived_nbytes: int) -> int:
+        """Bytes that count against `max_held_bytes`, of so many as they arrive."""
+        return self.fields.waiting_nbytes(arrived_nbytes) if self.waits_encoded else arrived_nbytes
+
+    @property
     def row_nbytes(self) -> int:
-        """Bytes of a full row's trajectories as they arrive."""
-        return _bytes_of(self.tokens, self.fields.trajectory_nbits)
+        """Bytes of a full row's trajectories as they wait."""
+        return self.waiting_nbytes(_bytes_of(self.tokens, self.fields.trajectory_nbits))
 
     @property
     def state_nbytes(self) -> int:
@@ -233,23 +242,33 @@ def _weights_pool(inputs: Inputs) -> Amount:
 
 
 def _trajectory_amounts(inputs: Inputs) -> list[Amount]:
-    """Trajectories as they arrived, and the same with routing encoded as in a slot."""
-    encoded, held = _bytes_of(inputs.held_tokens, inputs.fields.encoded_nbits), inputs.held_nbytes
+    """Trajectories as they arrive, and with routing encoded as in a slot; the form in which they wait is counted."""
     count = f"{inputs.held_microbatches} micro-batches of {inputs.real_tokens * inputs.hosts} real tokens"
-    text = f"{count} whose step has not landed, as they arrived"
+    text = f"{count} whose step has not landed"
+    raw, encoded = inputs.held_nbytes, _bytes_of(inputs.held_tokens, inputs.fields.encoded_nbits)
     if inputs.held_input_nbytes:
-        held, text = inputs.held_input_nbytes, "the whole bundle is held in memory"
-    elif inputs.max_held_nbytes and held > inputs.max_held_nbytes:
-        held, text = inputs.max_held_nbytes, "max_held_bytes"
+        text = "the whole bundle is held in memory"
+        raw, encoded = inputs.held_input_nbytes, inputs.fields.waiting_nbytes(inputs.held_input_nbytes)
+    elif inputs.max_held_nbytes:
+        held = encoded if inputs.waits_encoded else raw
+        if held > inputs.max_held_nbytes:
+            text = "max_held_bytes"
+            raw, encoded = (min(each, inputs.max_held_nbytes) for each in (raw, encoded))
+    form = f"routing as in a slot ({inputs.fields.encoding})"
+    waits = inputs.waits_encoded
+    raw_text = f"{text}, as they arrived{'; for comparison' if waits else ''}"
+    encoded_text = f"{text}, {form}{'' if waits else '; for comparison'}"
     amounts = [
-        _always("held_trajectories", "host", text, held)
+        _always("held_trajectories", "host", raw_text, raw, counted=not waits)
         if inputs.hosts == 1
-        else _always("object_store", "shm", f"in Ray's object store, on any node: {text}", held)
+        else _always("object_store", "shm", f"in Ray's object store, on any node: {raw_text}", raw)
     ]
-    told = f"{count}, routing as in a slot ({inputs.fields.encoding}); for comparison"
-    amounts.append(_always("held_trajectories_encoded", "host", told, encoded, counted=False))
+    amounts.append(_always("held_trajectories_encoded", "host", encoded_text, encoded, counted=waits))
+    evaluated = inputs.evaluation_nbytes
+    if inputs.evaluation is not None:
+        evaluated = inputs.evaluation.waiting_nbytes(evaluated)
     whole = "the whole evaluation bundle is held in memory"
-    amounts.append(_always("evaluation_trajectories", "host", whole, inputs.evaluation_nbytes))
+    amounts.append(_always("evaluation_trajectories", "host", whole, evaluated))
     if inputs.journaled:
         amounts.append(_journal(inputs))
     return amounts
@@ -260,8 +279,9 @@ def _journal(inputs: Inputs) -> Amount:
     step = inputs.step_nbytes
     unsaved = (SNAPSHOT_COPIES + 1) * inputs.saves_every
     if inputs.max_held_nbytes:
-        beyond = min(step, inputs.max_held_nbytes) * (SNAPSHOT_COPIES + 1)
-        nbytes = inputs.max_held_nbytes + beyond
+        # on disk they lie as they arrived
+        most = inputs.max_held_nbytes * inputs.held_nbytes // max(inputs.waiting_nbytes(inputs.held_nbytes), 1)
+        nbytes = most + min(step, most) * (SNAPSHOT_COPIES + 1)
         text = f"max_held_bytes and {SNAPSHOT_COPIES + 1} steps, admitted beyond it while checkpoints are in the making"
     elif inputs.saves_every:
         nbytes = unsaved * step + inputs.held_nbytes

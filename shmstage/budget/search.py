@@ -86,9 +86,10 @@ def _single_changes(inputs: Inputs, bounds: Sequence[Bound], well: bool) -> Iter
     yield from ([_RARER] if _saves_often(inputs) else [])
     yield from ({key: value} for key, value in _savings(inputs).items())
     # with less than a step of them nothing could be trained; what a bundle holds no limit lowers, so it never helps
+    waiting = inputs.waiting_nbytes(inputs.held_nbytes)
     held = _largest(
-        lambda value: _helps(inputs, {"max_held_bytes": value}, bounds, well), max(inputs.step_nbytes, 1),
-        min(inputs.held_nbytes, inputs.max_held_nbytes or inputs.held_nbytes) - 1,
+        lambda value: _helps(inputs, {"max_held_bytes": value}, bounds, well),
+        max(inputs.waiting_nbytes(inputs.step_nbytes), 1), min(waiting, inputs.max_held_nbytes or waiting) - 1,
     )  # fmt: skip
     if held:
         yield {"max_held_bytes": held}

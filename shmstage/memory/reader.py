@@ -172,6 +172,13 @@ class PoolReader:
                 parts.append(f"{what} was published and not ended")
         return ", ".join(parts)
 
+    def slot_ranges(self) -> list[tuple[int, int]]:
+        """(address, nbytes) of each slot's pages in the read-only mapping, aux slots too; nothing in common."""
+        self._check_usable()
+        assert self._payload.array is not None
+        base, stride = self._payload.array.ctypes.data + self._geometry.payload_offset, self._geometry.slot_stride
+        return [(base + slot * stride, stride) for slot in range(self._geometry.slot_count)]
+
     def close(self) -> None:
         """Unmaps; idempotent. If leased arrays are alive the memory stays until the last is gone: ``PoolError``."""
         self._check_not_forked()

@@ -23,6 +23,7 @@ from shmstage.orchestrator.saving import Saving, last_published
 from shmstage.orchestrator.schedule import Config
 from shmstage.orchestrator.trainer_client import TrainerClient
 from shmstage.packing.fields import late_fields, microbatch_layout, optional_fields
+from shmstage.packing.held_form import HeldForm
 from shmstage.packing.plan import PlanSettings
 from shmstage.packing.routing import experts_for
 from shmstage.packing.source import BundleSource
@@ -92,7 +93,9 @@ def first_evaluated(evaluation: BundleSource | None) -> Trajectory | None:
 
 def evaluation_source(settings: Settings) -> BundleSource | None:
     """The evaluation bundle, if one is named. Raises ``BundleError``."""
-    return BundleSource(settings.eval_bundle) if settings.eval_bundle is not None else None
+    if settings.eval_bundle is None:
+        return None
+    return BundleSource(settings.eval_bundle, settings.routing_encoding, settings.experts)
 
 
 def plan_settings(settings: Settings) -> PlanSettings:
@@ -164,7 +167,7 @@ def assemble(
     if evaluation is not None and layouts.evaluate is not None and settings.eval_every:
         evaluator = Evaluator(
             evaluation, plan_settings(settings), pool, layouts.evaluate, slot_timeout_s=settings.slot_timeout_s,
-            peers=[trainer], stop=stop_requested, experts=layouts.eval_experts,
+            peers=[trainer], stop=stop_requested, form=HeldForm(settings.routing_encoding, layouts.eval_experts),
         )  # fmt: skip
     program = Program(
         schedule_config(
@@ -184,7 +187,7 @@ def assemble(
         hooks.listen(program.deliver)
     intake = Intake(
         source, plan_settings(settings), passes=source.passes, resume=start, order=settings.order,
-        max_held_bytes=settings.max_held_bytes, experts=layouts.experts,
+        max_held_bytes=settings.max_held_bytes, form=HeldForm(settings.routing_encoding, layouts.experts),
     )  # fmt: skip
     feeder = Feeder(
         intake, pool, layouts.train, microbatches_per_step=settings.microbatches_per_step, first_step=first_step,

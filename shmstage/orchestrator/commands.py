@@ -32,7 +32,7 @@ Key = tuple[int, int]
 """(step, index) of a micro-batch."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Command:
     """One thing to do. ``index`` is -1 where no micro-batch is meant."""
 

@@ -12,6 +12,7 @@ from shmstage.memory.layout import Layout
 from shmstage.memory.pool import Pool
 from shmstage.orchestrator.intake import Intake
 from shmstage.packing.fill import fill_microbatch, microbatch_digest
+from shmstage.packing.held_form import HeldForm
 from shmstage.packing.plan import PlanSettings
 from shmstage.packing.source import Source
 
@@ -30,7 +31,7 @@ class Evaluator:
         slot_timeout_s: float,
         peers: Sequence[PeerWatch],
         stop: Callable[[], bool] = lambda: False,
-        experts: int = 0,
+        form: HeldForm | None = None,
     ) -> None:
         self._source = source
         self._plan = plan
@@ -39,11 +40,11 @@ class Evaluator:
         self._slot_timeout_s = slot_timeout_s
         self._peers = tuple(peers)
         self._stop = stop
-        self._experts = experts
+        self._form = form
 
     def handles(self, step: int) -> Iterator[Handle]:
         """Handles of published aux slots, one by one; the next is packed when a slot is free again."""
-        for index, planned in enumerate(Intake(self._source, self._plan, passes=1, experts=self._experts)):
+        for index, planned in enumerate(Intake(self._source, self._plan, passes=1, form=self._form)):
             trajectories = {number: arrival.trajectory for number, arrival in planned.arrivals.items()}
             try:
                 slot = self._pool.acquire(

@@ -79,6 +79,6 @@ class Input:
 def load_input(settings: Settings) -> Input:
     """The input that the settings name. Raises ``BundleError``, ``PluginError``, or the factory's own."""
     if settings.bundle is not None:
-        return Input(BundleSource(settings.bundle), settings)
+        return Input(BundleSource(settings.bundle, settings.routing_encoding, settings.experts), settings)
     source = make("source", settings.source, settings.source_settings, needs=("groups",))
     return Input(cast(Source, source), settings)

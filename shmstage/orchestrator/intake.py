@@ -13,7 +13,7 @@ from shmstage.orchestrator.held import HeldBytes
 from shmstage.orchestrator.queue import Cursor
 from shmstage.orchestrator.reader import SourceReader, read_passes
 from shmstage.orchestrator.resume import Place, ResumeState, ranges_between
-from shmstage.packing.expert_check import check_experts
+from shmstage.packing.held_form import HeldForm
 from shmstage.packing.plan import PlannedMicrobatch, Planner, PlanSettings
 from shmstage.packing.source import Source
 from shmstage.packing.trajectory import Group, Trajectory
@@ -25,6 +25,7 @@ class Arrival:
 
     pass_number: int
     trajectory: Trajectory
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Planned:
 
     @property
     def nbytes(self) -> int:
-        return sum(arrival.trajectory.nbytes for arrival in self.arrivals.values())
+        return sum(arrival.nbytes for arrival in self.arrivals.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Intake:
 
     The plan depends on the order of the input alone. ``resume`` is a ``Planned.state_after`` of an earlier intake over
     the same source with the same settings: this one goes on behind that micro-batch, with the same arrival numbers.
-    ``experts``: no id of routing may be as large; 0: not known.
+    ``form``: what trajectories are brought into as they are read; what is held, and counted as held, has it.
     Reads the source as it goes, or ahead of it after ``read_ahead``; what is handed out is the same.
     """
 
@@ -74,7 +75,7 @@ class Intake:
         resume: ResumeState | None = None,
         order: Order = "arrival",
         max_held_bytes: int = 0,
-        experts: int = 0,
+        form: HeldForm | None = None,
     ) -> None:
         state = resume or ResumeState.start()
         self.planner = Planner(settings)
@@ -82,7 +83,7 @@ class Intake:
         self._source = source
         self._passes = passes
         self._order: Order = order
-        self._experts = experts
+        self._form = form or HeldForm()
         self._begun_at = state
         self._done_begins = [begin for begin, _ in state.done]
         self._arrival = state.first_arrival
@@ -97,8 +98,9 @@ class Intake:
     def read_ahead(self) -> SourceReader:
         """Read the source on a thread from now on; it is the caller's to close."""
         self.reader = SourceReader(
-            self._source, self._begun_at, passes=self._passes, order=self._order, held=self._held_bytes
-        )
+            self._source, self._begun_at, passes=self._passes, order=self._order, held=self._held_bytes,
+            form=self._form,
+        )  # fmt: skip
         self.reader.start()
         return self.reader
 
@@ -131,7 +133,7 @@ class Intake:
     def _items(self) -> Iterator[Item]:
         if self.reader is not None:
             return self.reader.items()
-        return read_passes(self._source, self._begun_at, passes=self._passes, order=self._order)
+        return read_passes(self._source, self._begun_at, passes=self._passes, order=self._order, form=self._form)
 
     @property
     def _is_new_ground(self) -> bool:
@@ -143,11 +145,10 @@ class Intake:
         self._opened.append(self._next)
         kept = 0
         for trajectory in group.trajectories:
-            check_experts(trajectory, self._experts)
             number, self._arrival = self._arrival, self._arrival + 1
             # what is done is neither planned nor counted again
             if not self._is_done(number) and self.planner.add(number, trajectory.length, trajectory.trajectory_id):
-                self._held[number] = Arrival(pass_number, trajectory)
+                self._held[number] = Arrival(pass_number, trajectory, trajectory.nbytes)
                 kept += 1
             elif self.reader is not None:
                 self.reader.queue.let_go(trajectory.nbytes)

@@ -11,12 +11,10 @@ from shmstage.orchestrator.evaluation import summed
 from shmstage.orchestrator.feeder import PackedMicrobatch
 from shmstage.orchestrator.latch import Latch
 from shmstage.orchestrator.trainer_client import ForwardResult
-from shmstage.timeline.idle import BoundaryInstants, boundary_idle_s, calibrated_microbatch_s
+from shmstage.timeline.idle import CALIBRATION_SAMPLES, BoundaryInstants, boundary_idle_s, calibrated_microbatch_s
 from shmstage.timeline.staging import StagingCost, staging_cost
 from shmstage.wire.messages import TicketEvent, TokenEvent
 
-#: samples kept for the calibrated micro-batch time
-CALIBRATION_SAMPLES = 64
 #: evaluations and scorings remembered: those of one boundary and of the step before it
 WINDOWS_KEPT = 4096
 
@@ -24,6 +22,7 @@ WINDOWS_KEPT = 4096
 @dataclass
 class _Micro:
     packed: PackedMicrobatch
+    request_id: str
     staged: bool = False
     payload_digest: str = ""
     upload_s: float = 0.0
@@ -106,7 +105,7 @@ class Ledger:
             step.update_dispatched_ns = stamps["dispatch_begin_ns"]
             step.landed_ns = stamps["ready_ns"]
             return
-        micro = next((m for m in step.micros if m.packed.handle.request_id == event.request_id), None)
+        micro = next((m for m in reversed(step.micros) if m.request_id == event.request_id), None)
         if micro is None:
             return
         if event.kind == "staged":
@@ -234,14 +233,17 @@ class Ledger:
         }
 
     def _step(self, number: int) -> _Step:
-        return self._steps.setdefault(number, _Step())
+        step = self._steps.get(number)
+        if step is None:
+            step = self._steps[number] = _Step()
+        return step
 
     def _micro(self, packed: PackedMicrobatch) -> _Micro:
         micros = self._step(packed.handle.step).micros
-        for micro in micros:
-            if micro.packed.handle == packed.handle:
+        for micro in reversed(micros):
+            if micro.packed is packed or micro.packed.handle == packed.handle:
                 return micro
-        micros.append(_Micro(packed))
+        micros.append(_Micro(packed, packed.handle.request_id))
         return micros[-1]
 
     def _step_s(self, step: _Step) -> float:

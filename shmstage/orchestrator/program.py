@@ -29,6 +29,8 @@ from shmstage.orchestrator.trainer_client import TrainerClient
 
 #: longest the program sits without looking at stop and deadlines, in seconds
 POLL_S = 0.2
+#: how often the pool's header is told that there is progress
+HEARTBEAT_NS = 50_000_000
 
 
 #: errors of a call that say nothing of what the trainer did with it, or that nothing can be done about
@@ -126,13 +128,17 @@ class Program:
         self._heard.feeder = feeder
         feeder.allow(self._schedule.pack_limit)
         feeder.start()
+        beaten_ns = 0
         while not self._schedule.state.done:
             self._heard.take(0.0)
             if self._stop_requested() and not self._schedule.state.stopping:
                 self._schedule.stop()
             if feeder.wants_checkpoint:
                 self._schedule.want_checkpoint()
-            self._heartbeat(time.monotonic_ns())
+            now_ns = time.monotonic_ns()
+            if now_ns - beaten_ns >= HEARTBEAT_NS:
+                beaten_ns = now_ns
+                self._heartbeat(now_ns)
             command = self._schedule.next()
             if command is None:
                 if self._schedule.state.deferred and self._schedule.state.verdicts_due:

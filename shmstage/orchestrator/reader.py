@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import final
 
 from shmstage.errors import StoppedError
@@ -12,6 +13,7 @@ from shmstage.orchestrator.batch_order import BatchOrder, Expected, Item, Order
 from shmstage.orchestrator.held import HeldBytes
 from shmstage.orchestrator.queue import BatchOrderedQueue
 from shmstage.orchestrator.resume import Place, ResumeState
+from shmstage.packing.held_form import HeldForm
 from shmstage.packing.source import Source
 from shmstage.packing.trajectory import Group
 
@@ -25,20 +27,34 @@ def expected_groups(source: Source) -> Expected | None:
     return expected
 
 
-def read_passes(source: Source, state: ResumeState, *, passes: int | None, order: Order) -> Iterator[Item]:
+def read_passes(
+    source: Source, state: ResumeState, *, passes: int | None, order: Order, form: HeldForm
+) -> Iterator[Item]:
     """Everything from ``state`` on, each pass closed by its ``PassEnd``; ``passes`` of None goes on for ever."""
-    for place, groups in _passes(source, state, passes):
+    for place, groups in _passes(source, state, passes, form):
         turns = BatchOrder(order, place, expected_groups(source))
         for group in groups:
             yield from turns.put(group)
         yield from turns.end()
 
 
-def _passes(source: Source, state: ResumeState, passes: int | None) -> Iterator[tuple[Place, Iterator[Group]]]:
+def _passes(
+    source: Source, state: ResumeState, passes: int | None, form: HeldForm
+) -> Iterator[tuple[Place, Generator[Group, None, None]]]:
     number, place = state.pass_number, state.place
     while passes is None or number <= passes:
-        yield place, source.groups(place.cursor)
+        yield place, _in_form(source.groups(place.cursor), form)
         number, place = number + 1, Place()
+
+
+def _in_form(groups: Iterator[Group], form: HeldForm) -> Generator[Group, None, None]:
+    """Closing it closes ``groups``."""
+    try:
+        yield from map(form.of_group, groups)  # a loop would hold the group as it came
+    finally:
+        close = getattr(groups, "close", None)
+        if close is not None:
+            close()
 
 
 @final
@@ -46,7 +62,14 @@ class SourceReader:
     """Reads ahead on a thread of its own, as far as ``queue`` has room. ``items`` gives what ``read_passes`` would."""
 
     def __init__(
-        self, source: Source, state: ResumeState, *, passes: int | None, order: Order, held: HeldBytes
+        self,
+        source: Source,
+        state: ResumeState,
+        *,
+        passes: int | None,
+        order: Order,
+        held: HeldBytes,
+        form: HeldForm,
     ) -> None:
         self.queue = BatchOrderedQueue(
             order, pass_number=state.pass_number, place=state.place, expected=expected_groups(source), held=held
@@ -54,6 +77,7 @@ class SourceReader:
         self._source = source
         self._state = state
         self._passes = passes
+        self._form = form
         self._thread = threading.Thread(target=self._run, name="source reader", daemon=True)
 
     def start(self) -> None:
@@ -72,14 +96,10 @@ class SourceReader:
 
     def _run(self) -> None:
         try:
-            for _, groups in _passes(self._source, self._state, self._passes):
-                try:
+            for _, groups in _passes(self._source, self._state, self._passes, self._form):
+                with contextlib.closing(groups):
                     for group in groups:
                         self.queue.put(group)
-                finally:
-                    close = getattr(groups, "close", None)
-                    if close is not None:
-                        close()
                 self.queue.end_pass()
         except BaseException as error:
             # its frames hold what was read last

@@ -10,9 +10,9 @@ update (``last_call_defers``), and which duties follow that call (``_close_step`
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import final
 
+from shmstage.frozen import replace
 from shmstage.orchestrator import schedule_events as events
 from shmstage.orchestrator.commands import FORWARD, SCORE, Command, Key, Kind, Micro
 from shmstage.orchestrator.schedule_next import next_command, waits_to_plan

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from shmstage.frozen import replace
 from shmstage.orchestrator.commands import FORWARD, Command, Key, Kind, Micro
 from shmstage.orchestrator.schedule_state import Config, State, checkpoint_is_due, stage_is_planned
 

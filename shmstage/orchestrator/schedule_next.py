@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from shmstage.frozen import replace
 from shmstage.orchestrator.commands import SCORE, Command, Kind, Micro
 from shmstage.orchestrator.schedule_state import Config, State, is_last, last_call_defers, packed_as
 

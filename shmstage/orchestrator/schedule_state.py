@@ -40,9 +40,9 @@ class Config:
         return self.mode in ("staged_after_update", "staged_before_update")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class State:
-    """Hashable, so that it can be walked exhaustively.
+    """Hashable, so that it can be walked exhaustively; without slots, which ``frozen.replace`` cannot copy.
 
     ``step`` is the step whose micro-batches go out now, ``sent`` counts its forward calls. ``closed`` is the last step
     whose last call returned: ``duties`` are its, and when they are done ``step`` moves on. ``packed`` are micro-batches

@@ -23,9 +23,13 @@ from typing import Any, final
 
 from shmstage.errors import BundleError, named, shown
 from shmstage.packing import manifest as manifests
+from shmstage.packing.fields import ROUTING
+from shmstage.packing.held_form import HeldForm
 from shmstage.packing.room import check_room
+from shmstage.packing.routing import experts_for
 from shmstage.packing.shard import decode_shard, encode_shard
 from shmstage.packing.trajectory import Group, Trajectory, check_same_fields
+from shmstage.settings import RoutingEncoding
 
 SHARD_NBYTES = 256 << 20
 COMPLETE = "COMPLETE"
@@ -96,9 +100,11 @@ def write_bundle(
     return Bundle(path, manifest, tuple(trajectories))
 
 
-def read_bundle(path: Path | str) -> Bundle:
+def read_bundle(path: Path | str, encoding: RoutingEncoding = "dense", experts: int = 0) -> Bundle:
     """Read and check all of a bundle. Raises `BundleError` with what is wrong and what to do.
 
+    `encoding`, `experts`: as the settings say; routing is held in that form, shard by shard. Raises `SettingsError` and
+    `TrajectoryError`, too, where it cannot be.
     A bundle is held in memory: one that does not fit there is a `BudgetError` before anything of it is read.
     """
     path = Path(path)
@@ -120,6 +126,7 @@ def read_bundle(path: Path | str) -> Bundle:
     nbytes = [shard["nbytes"] for shard in manifest["shards"]]
     # a shard is copied out of its file's bytes
     check_room(sum(nbytes) + max(nbytes), f"the {len(nbytes)} shards of {path}", "train it in parts")
+    form = _form(path, manifest, encoding, experts)
     trajectories: list[Trajectory] = []
     for shard in manifest["shards"]:
         file = path / shard["file"]
@@ -128,13 +135,22 @@ def read_bundle(path: Path | str) -> Bundle:
             raise BundleError(f"{file} has {len(data)} bytes, the manifest says {shard['nbytes']}; {remedy}")
         _check_sha256(file, data, shard["sha256"])
         entries = manifest["trajectories"][len(trajectories) : len(trajectories) + shard["trajectories"]]
-        trajectories.extend(decode_shard(data, entries, manifest["optional"], manifest["experts"], file))
+        decoded = decode_shard(data, entries, manifest["optional"], manifest["experts"], file)
+        trajectories.extend(map(form.of, decoded))
+        del decoded
     _check_identities(path, trajectories)
     recomputed = manifests.describe(trajectories, manifest["shards"], manifest["provenance"])
     for key, value in recomputed.items():
         if manifest[key] != value:
             raise BundleError(f"{path}: {_difference(key, manifest[key], value)}; {remedy}")
     return Bundle(path, manifest, tuple(trajectories))
+
+
+def _form(path: Path, manifest: Mapping[str, Any], encoding: RoutingEncoding, experts: int) -> HeldForm:
+    if ROUTING.source not in manifest["optional"]:
+        return HeldForm()
+    who = f"the bundle {path}"
+    return HeldForm(encoding, experts_for(encoding, asked=experts, said=manifest["experts"], who=who))
 
 
 def _difference(key: str, written: Any, found: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from shmstage.errors import TrajectoryError
 from shmstage.packing.trajectory import Trajectory
 
@@ -10,9 +12,9 @@ def check_experts(trajectory: Trajectory, experts: int) -> None:
     """Raises ``TrajectoryError`` for an id of ``experts`` or above; ``experts`` 0: not known, anything goes."""
     routing = trajectory.routing
     # ids below the trajectory's own number were checked when it was made
-    if not experts or routing is None or 0 < trajectory.experts <= experts or not routing.size:
+    if not experts or routing is None or 0 < trajectory.experts <= experts or 0 in routing.shape:
         return
-    largest = int(routing.max())
+    largest = int(np.asarray(routing).max())
     if largest >= experts:
         raise TrajectoryError(
             f"trajectory {trajectory.trajectory_id!r}: routing wants expert ids below experts = {experts}, got "

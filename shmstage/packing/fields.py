@@ -67,6 +67,8 @@ TOKEN_FIELDS: tuple[TokenField, ...] = (
     TokenField("old_values", "old_values", "float32", optional=True),
     ROUTING,
 )
+#: 4 bytes a token each; a trajectory's record has them in this order
+WORD_FIELDS = TOKEN_FIELDS[:-1]
 OPTIONAL_FIELDS = frozenset(field.source for field in TOKEN_FIELDS if field.optional)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, final
 
 import numpy as np
@@ -18,6 +17,7 @@ from shmstage.packing.fields import (
     SEGMENT_IDS,
     SEGMENT_POSITIONS,
     TOKEN_FIELDS,
+    WORD_FIELDS,
     TokenField,
     carried_fields,
     optional_fields,
@@ -56,52 +56,31 @@ def fill_microbatch(
     planned, or carries other fields than its neighbours; `LayoutError` for views that do not match the plan and
     its trajectories; `SlotStateError` for a view that can no longer be written.
     """
-    packed = [_planned(trajectories, segment.arrival, segment.length) for segment in plan.segments()]
-    first = check_same_fields(packed)
+    gathered = _gathered(plan, trajectories)
+    segment = next(plan.segments(), None)
+    first = None if segment is None else trajectories[segment.arrival]
     if SEGMENT_IDS not in views or views[SEGMENT_IDS].ndim != 2:
         raise LayoutError(f"a micro-batch has {SEGMENT_IDS} [rows, tokens]; got views {sorted(views)}")
     rows, tokens = views[SEGMENT_IDS].shape
     if rows != len(plan.rows):
         raise LayoutError(f"{SEGMENT_IDS} has {rows} rows, the plan {len(plan.rows)}")
     fields = _fields_of(first, views)
-    encoded = None
-    if ROUTING in fields and DENSE not in views:
-        encoded = _encoded_routing(first, plan, packed, views)
-        fields = tuple(field for field in fields if field is not ROUTING)
-    for field in fields:
-        tail: tuple[int, ...] = ()
-        if field is ROUTING:
-            routing = None if first is None else first.routing
-            tail = views[field.packed].shape[2:] if routing is None else routing.shape[1:]
-        _check_view(field.packed, views[field.packed], field.dtype, (rows, tokens, *tail))
-    for name in (SEGMENT_IDS, SEGMENT_POSITIONS):
-        _check_view(name, views[name], "int32", (rows, tokens))
-    spans = [(index, segment.start, segment.length) for index, row in enumerate(plan.rows) for segment in row.segments]
+    routing = _routing(first, rows, tokens, gathered, views) if ROUTING in fields else None
+    words = [field for field in fields if field is not ROUTING]
+    for name, dtype in (*((field.packed, field.dtype) for field in words), *_PLAN_FIELDS):
+        _check_view(name, views[name], dtype, (rows, tokens))
     try:
         _native.fill_microbatch(
-            rows,
+            gathered,
             tokens,
-            spans,
             views[SEGMENT_IDS],
             views[SEGMENT_POSITIONS],
-            [
-                (
-                    views[field.packed],
-                    views[field.packed].itemsize * int(np.prod(views[field.packed].shape[2:])),
-                    field.pad_byte,
-                    list(map(attrgetter(field.source), packed)),
-                )
-                for field in fields
-            ],
-            encoded,
+            [(views[field.packed], _NUMBERS[field.packed], field.pad_byte) for field in words],
+            routing,
         )
     except (ValueError, TypeError) as error:
         raise LayoutError(f"the plan does not fit into {rows} rows of {tokens} tokens: {error}") from None
-    return FillStats(
-        loss_tokens=sum(trajectory.loss_tokens for trajectory in packed),
-        segments=sum(trajectory.loss_tokens > 0 for trajectory in packed),
-        real_tokens=plan.real_tokens,
-    )
+    return FillStats(loss_tokens=gathered.loss_tokens, segments=gathered.trained, real_tokens=gathered.tokens)
 
 
 def microbatch_digest(plan: PlannedMicrobatch, trajectories: Mapping[int, Trajectory]) -> bytes:
@@ -118,6 +97,20 @@ def microbatch_digest(plan: PlannedMicrobatch, trajectories: Mapping[int, Trajec
             part.update(segment.start.to_bytes(8, "little"))
         whole.update(part.digest())
     return whole.digest()
+
+
+#: packed name → where a record has the field
+_NUMBERS = {field.packed: number for number, field in enumerate(WORD_FIELDS)}
+_PLAN_FIELDS = ((SEGMENT_IDS, "int32"), (SEGMENT_POSITIONS, "int32"))
+
+
+def _gathered(plan: PlannedMicrobatch, trajectories: Mapping[int, Trajectory]) -> _native.Gathered:
+    """The records of the plan's trajectories. Nothing is done per trajectory in Python."""
+    try:
+        return _native.Gathered([row.segments for row in plan.rows], trajectories)
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        check_same_fields([_planned(trajectories, segment.arrival, segment.length) for segment in plan.segments()])
+        raise LayoutError(f"the plan does not fit its trajectories: {error}") from None
 
 
 def _planned(trajectories: Mapping[int, Trajectory], arrival: int, length: int) -> Trajectory:
@@ -149,42 +142,49 @@ def _fields_of(first: Trajectory | None, views: Mapping[str, npt.NDArray[Any]]) 
     return fields
 
 
-#: encoding, layers, top_k, bits, ids, validity, offsets, sources: as the native call takes them
-_Encoded = tuple[str, int, int, int, Any, Any, Any, list[Any]]
+#: encoding, layers, top_k, bits, ids, validity, offsets: as the native call takes them
+_Routing = tuple[str, int, int, int, Any, Any, Any]
 
 
-def _encoded_routing(
-    first: Trajectory | None,
-    plan: PlannedMicrobatch,
-    packed: list[Trajectory],
-    views: Mapping[str, npt.NDArray[Any]],
-) -> _Encoded:
-    """Routing for the native call; bits 0: ids are not packed.
+def _routing(
+    first: Trajectory | None, rows: int, tokens: int, gathered: _native.Gathered, views: Mapping[str, npt.NDArray[Any]]
+) -> _Routing:
+    """Where routing goes, for the native call; bits 0: ids are not packed.
 
     Ids are taken to fit `bits`: they were checked against the number of experts when they came in.
     """
-    ids, offsets = views[PACKED if PACKED in views else RAGGED], views[OFFSETS]
-    is_packed = PACKED in views
-    if ids.ndim != (4 if is_packed else 3):
-        raise LayoutError(f"view {PACKED if is_packed else RAGGED} has shape {list(ids.shape)}")
-    layers, top_k = ids.shape[1:3] if first is None or first.routing is None else first.routing.shape[1:]
-    bits = ids.shape[3] if is_packed else 0
-    if is_packed:
-        if first is not None and first.experts and id_bits(first.experts) > bits:
-            raise LayoutError(
-                f"ids of {first.experts} experts take {id_bits(first.experts)} bits, the view {PACKED} has {bits}"
-            )
+    encoding = encoding_of(views) or "dense"
+    name = NAMES[encoding][0]
+    ids = views[name]
+    if ids.ndim != (3 if encoding == "ragged" else 4):
+        raise LayoutError(f"view {name} has shape {list(ids.shape)}")
+    shape = ids.shape[2:4] if encoding == "dense" else ids.shape[1:3]
+    layers, top_k = shape if first is None or first.routing is None else first.routing.shape[1:]
+    if encoding == "dense":
+        _check_view(DENSE, ids, "int16", (rows, tokens, layers, top_k))
+        return encoding, int(layers), int(top_k), 0, ids, None, None
+    bits = 0
+    if encoding == "ragged":
+        _check_view(RAGGED, ids, "int16", (len(ids), layers, top_k))
+    else:
+        bits = ids.shape[3]
+        _check_bits(first, gathered, bits)
         _check_view(PACKED, ids, "uint8", (len(ids), layers, top_k, bits))
         _check_view(VALIDITY, views[VALIDITY], "uint8", (len(ids), layers))
-    else:
-        _check_view(RAGGED, ids, "int16", (len(ids), layers, top_k))
-    _check_view(OFFSETS, offsets, "int32", (len(plan.rows) + 1,))
-    capacity = len(ids) * (GROUP if is_packed else 1)
-    if plan.real_tokens > capacity:
-        raise LayoutError(f"{plan.real_tokens} real tokens; the slot has room for the routing of {capacity}")
-    sources = [trajectory.routing for trajectory in packed]
-    encoding = "ragged_packed" if is_packed else "ragged"
-    return encoding, int(layers), int(top_k), bits, ids, views.get(VALIDITY), offsets, sources
+    _check_view(OFFSETS, views[OFFSETS], "int32", (rows + 1,))
+    capacity = len(ids) * (GROUP if bits else 1)
+    if gathered.tokens > capacity:
+        raise LayoutError(f"{gathered.tokens} real tokens; the slot has room for the routing of {capacity}")
+    return encoding, int(layers), int(top_k), bits, ids, views.get(VALIDITY), views[OFFSETS]
+
+
+def _check_bits(first: Trajectory | None, gathered: _native.Gathered, bits: int) -> None:
+    if first is not None and first.experts and id_bits(first.experts) > bits:
+        raise LayoutError(
+            f"ids of {first.experts} experts take {id_bits(first.experts)} bits, the view {PACKED} has {bits}"
+        )
+    if gathered.held_bits not in (0, bits):
+        raise LayoutError(f"routing is held in {gathered.held_bits} bits an id, the view {PACKED} has {bits}")
 
 
 def _check_view(name: str, view: npt.NDArray[Any], dtype: str, shape: tuple[int, ...]) -> None:

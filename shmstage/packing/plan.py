@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal, NamedTuple, final
 
 from shmstage.errors import SettingsError, TrajectoryError
 from shmstage.packing.max_tree import MaxTree
@@ -59,8 +59,7 @@ class PlanSettings:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class PlannedSegment:
+class PlannedSegment(NamedTuple):
     """Trajectory number `arrival` takes tokens `start` to `start + length` of its row."""
 
     arrival: int

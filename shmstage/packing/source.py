@@ -8,6 +8,7 @@ from typing import Protocol, final
 
 from shmstage.packing.bundle import Bundle, read_bundle
 from shmstage.packing.trajectory import Group
+from shmstage.settings import RoutingEncoding
 
 __all__ = ["BundleSource", "Group", "Source"]
 
@@ -34,12 +35,12 @@ class Source(Protocol):
 
 @final
 class BundleSource:
-    """The groups of a bundle, in its order. Raises `BundleError` when the bundle is not whole."""
+    """The groups of a bundle, in its order, held as `read_bundle` has them; raises as that does."""
 
     replayable = True
 
-    def __init__(self, path: Path | str) -> None:
-        self.bundle: Bundle = read_bundle(path)
+    def __init__(self, path: Path | str, encoding: RoutingEncoding = "dense", experts: int = 0) -> None:
+        self.bundle: Bundle = read_bundle(path, encoding, experts)
         self._groups = self.bundle.groups()
 
     def groups(self, cursor: int) -> Iterator[Group]:

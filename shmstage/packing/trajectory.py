@@ -12,7 +12,8 @@ import xxhash
 
 from shmstage import _native
 from shmstage.errors import TrajectoryError, shown
-from shmstage.packing.fields import ROUTING, TOKEN_FIELDS
+from shmstage.packing.fields import ROUTING, TOKEN_FIELDS, WORD_FIELDS
+from shmstage.packing.held_routing import HeldRouting
 
 Float32 = npt.NDArray[np.float32]
 
@@ -37,8 +38,9 @@ class Trajectory:
     * `group_id` empty = a group of its own; `batch_index` and `policy_version` count from 0.
 
     Lists and other dtypes are taken if every value stays exact (a list of floats is rounded to float32); arrays
-    that are already right are not copied, so do not write to them afterwards. The attributes are read-only views.
-    Raises `TrajectoryError` naming trajectory, field, want and got.
+    that are already right are not copied, so do not write to them afterwards. The attributes are read-only views;
+    while a trajectory waits its `routing` may be packed (`HeldRouting`). Raises `TrajectoryError` naming trajectory,
+    field, want and got.
     """
 
     trajectory_id: str
@@ -49,7 +51,7 @@ class Trajectory:
     ref_logprobs: Float32 | None = None
     returns: Float32 | None = None
     old_values: Float32 | None = None
-    routing: npt.NDArray[np.int16] | None = None
+    routing: npt.NDArray[np.int16] | HeldRouting | None = None
     experts: int = 0
     group_id: str = ""
     batch_index: int = 0
@@ -60,6 +62,8 @@ class Trajectory:
     loss_tokens: int = field(init=False)
     #: names of the optional arrays that are present
     optional: frozenset[str] = field(init=False)
+    #: where the arrays lie, for the fill: noted once, so that it need not ask each of them again
+    record: _native.TrajectoryRecord = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.group_id == "":
@@ -101,6 +105,16 @@ class Trajectory:
         carried = (row.source for row in TOKEN_FIELDS if row.optional and getattr(self, row.source) is not None)
         object.__setattr__(self, "optional", frozenset(carried))
         object.__setattr__(self, "loss_tokens", int(np.count_nonzero(self.loss_mask[1:])))
+        object.__setattr__(self, "record", self._noted())
+
+    def with_held_routing(self, bits: int) -> Trajectory:
+        """The same trajectory with its routing packed in `bits` bits an id, which all ids have been found to fit."""
+        routing = self.routing
+        if routing is None or (isinstance(routing, HeldRouting) and routing.bits == bits):
+            return self
+        held = object.__new__(Trajectory)  # everything else has been checked, the digest is of decoded values
+        held.__setstate__({**self.__getstate__(), "routing": HeldRouting.of(np.asarray(routing), bits)})
+        return held
 
     @property
     def length(self) -> int:
@@ -112,6 +126,24 @@ class Trajectory:
         """Bytes of the arrays that are present."""
         present = (getattr(self, row.source) for row in TOKEN_FIELDS)
         return sum(array.nbytes for array in present if array is not None)
+
+    def _noted(self) -> _native.TrajectoryRecord:
+        routing: tuple[Any, int, int, int, int] | None = None
+        if isinstance(self.routing, HeldRouting):
+            routing = (self.routing.data, *self.routing.shape, self.routing.bits)
+        elif self.routing is not None:
+            routing = (self.routing, *self.routing.shape, 0)
+        words = [getattr(self, row.source) for row in WORD_FIELDS]
+        return _native.TrajectoryRecord(self.length, words, routing, self.loss_tokens, self.experts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the record points into this process's memory
+        return {name: getattr(self, name) for name in self.__slots__ if name != "record"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "record", self._noted())
 
     def _refuse(self, name: str, want: str, got: str) -> NoReturn:
         who = shown(self.trajectory_id, 300)

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast, final, get_args
 
@@ -18,7 +19,7 @@ import jax
 import numpy as np
 import xxhash
 
-from shmstage.errors import SettingsError
+from shmstage.errors import EngineError, SettingsError
 from shmstage.memory.layout import Layout
 from shmstage.records import write_json
 from shmstage.testing.simulated_device import Operation, SimulatedDevice
@@ -26,6 +27,8 @@ from shmstage.testing.simulated_device import Operation, SimulatedDevice
 Array = np.ndarray[Any, Any]
 Blocks = Literal["never", "two deep", "until last done"]
 MASK = "completion_mask"
+KEEPS = ("copies", "hashes")
+PLATFORM = "simulated"
 #: of each field's 8-byte words, one in so many goes into the hash; 1 with ``digest = "full"``
 SAMPLED = 64
 
@@ -36,7 +39,9 @@ class SimulatedSettings:
     """The ``[engine]`` table. Times in seconds, of one call; ``upload_gbps`` in 1e9 bytes per second, 0: unpaced.
 
     ``blocks``: where the host waits. ``settles``: overflow flags are read on the host, as an engine does that may drop
-    tokens. ``record``: a file that gets all of the device's stamps at the end.
+    tokens. ``keeps``: what is left of an upload, the copies (looked at only when they are computed on, so that one
+    overwritten too early is seen) or, in no memory of this machine, what they are hashed to (taken when they are read).
+    ``record``: a file that gets all of the device's stamps at the end.
     """
 
     microbatch_s: float = 0.0
@@ -47,6 +52,7 @@ class SimulatedSettings:
     blocks: Blocks = "never"
     settles: bool = False
     digest: Literal["sampled", "full"] = "sampled"
+    keeps: Literal["copies", "hashes"] = "copies"
     record: str = ""
     checkpoint_dir: str | None = None
 
@@ -55,7 +61,7 @@ class SimulatedSettings:
             value = getattr(self, name)
             if not isinstance(value, int | float) or value < 0:
                 raise SettingsError(f"[engine] {name} = {value!r}; give a number that is not negative")
-        for name, allowed in (("blocks", get_args(Blocks)), ("digest", ("sampled", "full"))):
+        for name, allowed in (("blocks", get_args(Blocks)), ("digest", ("sampled", "full")), ("keeps", KEEPS)):
             if getattr(self, name) not in allowed:
                 raise SettingsError(f"[engine] {name} = {getattr(self, name)!r}; want one of {', '.join(allowed)}")
 
@@ -65,12 +71,16 @@ def make_engine(settings: Mapping[str, Any]) -> SimulatedEngine:
     known = {f.name for f in fields(SimulatedSettings)}
     if unknown := sorted(set(settings) - known):
         raise SettingsError(f"[engine] does not know {', '.join(unknown)}; the simulated engine has {sorted(known)}")
+    config: Any = jax.config
+    if config.jax_platforms == PLATFORM:
+        # JAX_PLATFORMS tells the budget that device buffers are no memory of this machine; to jax it would be unknown
+        config.update("jax_platforms", "cpu")
     return SimulatedEngine(SimulatedSettings(**settings))
 
 
 @dataclass(frozen=True)
 class _Place:
-    platform: str = "simulated"
+    platform: str = PLATFORM
 
 
 @final
@@ -90,9 +100,15 @@ class SimulatedArray:
     """Stands for an array that ``until`` computes or uploads; its value is looked at only then."""
 
     def __init__(
-        self, until: Operation | None, value: Callable[[], Array], dtype: Any, shape: tuple[int, ...] = ()
+        self,
+        until: Operation | None,
+        value: Callable[[], Array],
+        dtype: Any,
+        shape: tuple[int, ...] = (),
+        kept: FieldHashes | None = None,
     ) -> None:
         self.until = until
+        self.kept = kept
         self._value = value
         self.dtype = np.dtype(dtype)
         self.shape = shape
@@ -153,21 +169,30 @@ class SimulatedEngine:
 
     def put(self, views: Mapping[str, Array], shardings: Mapping[str, Any]) -> dict[str, SimulatedArray]:
         """Stands for ``jax.device_put``: the views are read until the arrays are ready."""
-        operation, copies = self.device.upload(views)
+        kept = FieldHashes(views, self._every)
+        if self._settings.keeps == "copies":
+            operation, copies = self.device.upload(views)
+        else:
+            operation, copies = self.device.upload(views, kept.take)
         return {
-            name: SimulatedArray(operation, lambda copy=copy: copy, copy.dtype, copy.shape)  # type: ignore[misc]
-            for name, copy in copies.items()
+            name: SimulatedArray(operation, partial(_copy_of, copies, name), view.dtype, view.shape, kept)
+            for name, view in views.items()
         }
 
     def fwd_bwd(self, batch: Mapping[str, SimulatedArray]) -> jax.Array:
-        copies = {name: array._value() for name, array in batch.items()}
+        kept = next(iter(batch.values())).kept
+        copies = {name: array._value() for name, array in batch.items()} if self._settings.keeps == "copies" else {}
         needs = next(iter(batch.values())).until
         sums = self._sums
 
         def act() -> None:
-            sums.hashes.append(self._hash(copies))
-            sums.denominator += float(copies[MASK].sum(dtype=np.float64)) if MASK in copies else 1.0
-            self.device.recycle(copies)
+            hashes = kept
+            if copies:
+                hashes = hashes_of(copies, self._every)
+                self.device.recycle(copies)
+            assert hashes is not None
+            sums.hashes.append(hashes.digest())
+            sums.denominator += hashes.denominator
 
         operation = self.device.compute(
             "fwd_bwd", self._step, len(self._open), self._settings.microbatch_s, needs=needs, act=act
@@ -182,11 +207,9 @@ class SimulatedEngine:
         sums, self._sums = self._sums, _Step([])
 
         def act() -> None:
-            chain = xxhash.xxh3_64(self._params.tobytes()[:32])
-            chain.update(np.asarray(sums.hashes, np.uint64).tobytes())
+            words, loss = updated(self._params[:2], sums.hashes)
             self._params = self._params.copy()
-            self._params[:2] = np.frombuffer(chain.digest(), np.uint32)
-            loss = (chain.intdigest() % 10**6) / 1e6
+            self._params[:2] = words
             self._values = {"loss": loss, "grad_norm": 1.0, "denominator": sums.denominator}
 
         operation = self.device.compute("update", self._step, -1, self._settings.update_s, act=act)
@@ -239,16 +262,52 @@ class SimulatedEngine:
     def _scalar(self, name: str) -> jax.Array:
         return cast(jax.Array, SimulatedArray(self._landed, lambda: np.float32(self._values[name]), np.float32))  # type: ignore[arg-type,return-value]
 
-    def _hash(self, copies: Mapping[str, Array]) -> int:
-        every = 1 if self._settings.digest == "full" else SAMPLED
-        state = xxhash.xxh3_64()
-        for name, copy in copies.items():
-            raw = copy.reshape(-1).view(np.uint8)
-            words = raw[: raw.nbytes & ~7].view(np.uint64)
-            state.update(f"{name} {copy.dtype} {copy.shape};".encode())
-            state.update(np.ascontiguousarray(words[::every]).data)
-            state.update(raw[raw.nbytes & ~7 :].tobytes())
-        return state.intdigest()
+    @property
+    def _every(self) -> int:
+        return 1 if self._settings.digest == "full" else SAMPLED
+
+
+@final
+class FieldHashes:
+    """A micro-batch's fields, hashed piece by piece as they are read, and the sum of its mask."""
+
+    def __init__(self, arrays: Mapping[str, Array], every: int) -> None:
+        """``arrays`` are looked at for names, dtypes and shapes. Of 8-byte words one in ``every`` is hashed."""
+        self.denominator = 0.0 if MASK in arrays else 1.0
+        self._every = every
+        self._states = {name: xxhash.xxh3_64(f"{name} {a.dtype} {a.shape};".encode()) for name, a in arrays.items()}
+
+    def take(self, name: str, piece: Array) -> None:
+        """The next bytes of this field, uint8; all pieces but the last are multiples of 512 bytes."""
+        words = piece[: piece.nbytes & ~7].view(np.uint64)
+        self._states[name].update(np.ascontiguousarray(words[:: self._every]).data)
+        self._states[name].update(piece[piece.nbytes & ~7 :].tobytes())
+        if name == MASK:
+            self.denominator += float(piece.view(np.float32).sum(dtype=np.float64))
+
+    def digest(self) -> int:
+        return xxhash.xxh3_64(b"".join(state.digest() for state in self._states.values())).intdigest()
+
+
+def hashes_of(arrays: Mapping[str, Array], every: int = SAMPLED) -> FieldHashes:
+    """Of arrays that are there as a whole."""
+    found = FieldHashes(arrays, every)
+    for name, array in arrays.items():
+        found.take(name, array.reshape(-1).view(np.uint8))
+    return found
+
+
+def updated(words: Array, hashes: list[int]) -> tuple[Array, float]:
+    """The two words that stand for the parameters (uint32), and the loss, after an update with these micro-batches."""
+    chain = xxhash.xxh3_64(words.tobytes())
+    chain.update(np.asarray(hashes, np.uint64).tobytes())
+    return np.frombuffer(chain.digest(), np.uint32), (chain.intdigest() % 10**6) / 1e6
+
+
+def _copy_of(copies: Mapping[str, Array], name: str) -> Array:
+    if name not in copies:
+        raise EngineError(f"the bytes of {name} are not kept on this device; use [engine] keeps = \"copies\"")
+    return copies[name]
 
 
 @final

@@ -24,6 +24,8 @@ CHUNK_NBYTES = 4 << 20
 DEADLINE_S = 600.0
 
 Kind = Literal["fwd_bwd", "update", "upload"]
+#: gets each piece an upload has read: the array's name and its bytes, which are overwritten after the call
+Reader = Callable[[str, np.ndarray[Any, Any]], None]
 
 
 def begin_of(enqueued_ns: int, previous_end_ns: int, needed_end_ns: int = 0) -> int:
@@ -44,6 +46,8 @@ class Operation:
     needs: Operation | None = None
     begin_ns: int = 0
     end_ns: int = 0
+    #: what an upload has really read
+    nbytes: int = 0
     #: how much later than ``end_ns`` it was told
     late_ns: int = 0
     error: str = ""
@@ -65,7 +69,9 @@ class Operation:
         self._over.set()
 
     def record(self) -> dict[str, Any]:
-        names = ("kind", "step", "index", "enqueued_ns", "begin_ns", "end_ns", "late_ns", "error")
+        names = (
+            "kind", "step", "index", "enqueued_ns", "duration_ns", "begin_ns", "end_ns", "late_ns", "nbytes", "error",
+        )  # fmt: skip
         return {
             **{name: getattr(self, name) for name in names},
             "needed_ns": 0 if self.needs is None else self.needs.end_ns,
@@ -152,6 +158,7 @@ class SimulatedDevice:
         self._uploads = _Queue("upload", self._run_upload)
         self._free: dict[int, list[np.ndarray[Any, Any]]] = {}
         self._lock = threading.Lock()
+        self._piece = np.zeros(CHUNK_NBYTES, np.uint8)  # the upload thread's alone
 
     # --- dispatch: stamps, queues, returns ------------------------------------------------------------------
 
@@ -164,28 +171,34 @@ class SimulatedDevice:
         operation = Operation(kind, step, index, self._clock_ns(), round(seconds * 1e9), needs)
         return self._compute.put(operation, act)
 
-    def upload(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Operation, dict[str, np.ndarray[Any, Any]]]:
+    def upload(
+        self, arrays: Mapping[str, np.ndarray[Any, Any]], read: Reader | None = None
+    ) -> tuple[Operation, dict[str, np.ndarray[Any, Any]]]:
         """Begin to copy C-contiguous ``arrays`` at the device's pace; returns the token and where the copies will be.
 
-        The arrays are read until the token is ready. The copies lie in device memory: ``recycle`` gives it back.
+        The arrays are read until the token is ready. The copies lie in device memory: ``recycle`` gives it back. With
+        ``read`` nothing is kept, and nothing returned: the device's memory is not this machine's, and ``read`` takes
+        from each piece what will be asked for.
         """
         sizes = {name: array.nbytes for name, array in arrays.items()}
-        memory = {name: self._taken(nbytes) for name, nbytes in sizes.items()}
+        memory = {name: self._taken(nbytes) for name, nbytes in sizes.items()} if read is None else {}
         sources = {name: array.reshape(-1).view(np.uint8) for name, array in arrays.items()}
         operation = Operation("upload", 0, 0, self._clock_ns(), round(sum(sizes.values()) * self._ns_per_byte))
 
         def act() -> None:
-            copied = 0
             for name, source in sources.items():
                 for start in range(0, source.nbytes, CHUNK_NBYTES):
-                    self._sleep_until(operation.begin_ns + round(copied * self._ns_per_byte))
+                    self._sleep_until(operation.begin_ns + round(operation.nbytes * self._ns_per_byte))
                     part = source[start : start + CHUNK_NBYTES]
-                    if not _native.copy_guarded(memory[name][start : start + part.nbytes], part):
+                    into = (self._piece if read is not None else memory[name][start:])[: part.nbytes]
+                    if not _native.copy_guarded(into, part):
                         raise PoolError(f"the slot of field {name} went away under its upload: its pool was shrunk")
-                    copied += part.nbytes
+                    operation.nbytes += part.nbytes
+                    if read is not None:
+                        read(name, into)
 
         self._uploads.put(operation, act)
-        return operation, {name: memory[name].view(a.dtype).reshape(a.shape) for name, a in arrays.items()}
+        return operation, {name: memory[name].view(a.dtype).reshape(a.shape) for name, a in arrays.items() if memory}
 
     def recycle(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Nothing will read these copies any more."""

@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Final
+
+from shmstage.timeline.intervals import Interval, difference, length_ns, union
+
+#: samples of which the calibrated micro-batch time is the median: the newest of one attempt
+CALIBRATION_SAMPLES: Final = 64
 
 
 @dataclass(frozen=True)
 class BoundaryInstants:
     """Raw instants of the boundary from step k to k+1, all in ns on the trainer's monotonic clock.
 
-    ``last_finished``: L, step k's last micro-batch, is done. ``first_ready``: F, step k+1's first, is done;
-    ``first_patch_ready``: its late fields are on the device, 0 if it has none.
+    ``last_finished``: L, step k's last micro-batch, is done, its replay included. ``first_ready``: F, step k+1's first,
+    is done, without a replay of its own; ``first_patch_ready``: its late fields are on the device, 0 if it has none.
     """
 
     last_finished: int
@@ -28,33 +34,68 @@ class BoundaryInstants:
     first_patch_ready: int = 0
 
 
-def boundary_idle_s(
-    at: BoundaryInstants, microbatch_s: float | None, busy: Sequence[tuple[int, int]] = ()
-) -> float:
-    """Idle of one boundary in seconds: the larger of both estimators, never negative.
+@dataclass(frozen=True)
+class BoundaryIdle:
+    """Both estimates of one boundary in ns, and where on the clock the larger one lies.
+
+    ``by_calibration_ns`` is ``None`` without a calibrated micro-batch time. ``before_update`` and ``after_update`` are
+    sorted and disjoint; ``explained_until`` is when everything F needs was there: idle after it is the second
+    estimator's alone.
+    """
+
+    by_stamps_ns: int
+    by_calibration_ns: int | None
+    before_update: tuple[Interval, ...]
+    after_update: tuple[Interval, ...]
+    first_started: int
+    explained_until: int
+
+    @property
+    def idle_ns(self) -> int:
+        return length_ns(self.before_update) + length_ns(self.after_update)
+
+
+def boundary_idle(
+    at: BoundaryInstants, microbatch_s: float | None, busy: Sequence[Interval] = ()
+) -> BoundaryIdle:
+    """Idle of one boundary, never negative.
 
     ``busy`` are [begin, end) windows in which the devices evaluated or scored: that is not idle.
 
     ``microbatch_s`` is the calibrated time of one micro-batch (``calibrated_microbatch_s``); ``None`` leaves the
     second estimator out.
     """
-    started = max(at.first_dispatched, at.update_landed, at.first_staged_ready, at.first_patch_ready)
-    before_update = max(0, at.update_dispatched - at.last_finished)
+    windows = union(busy)
+    # the update cannot land before it is dispatched; a stamp that says so must not count one wait twice
+    landed = max(at.update_landed, at.update_dispatched)
+    before = difference(union([(at.last_finished, at.update_dispatched)]), windows)
+    stamped = max(at.first_dispatched, landed, at.first_staged_ready, at.first_patch_ready)
+    by_stamps = difference(union([(landed, stamped)]), windows)
+    started = stamped
+    by_calibration_ns = None
     if microbatch_s is not None:
-        started = max(started, at.first_ready - round(microbatch_s * 1e9))
-    idle_ns = started - at.update_landed - covered_ns(busy, at.update_landed, started) + before_update
-    return max(0, idle_ns) / 1e9
+        calibrated = at.first_ready - round(microbatch_s * 1e9)
+        started = max(stamped, calibrated)
+        by_calibration_ns = length_ns(before) + length_ns(difference(union([(landed, calibrated)]), windows))
+    return BoundaryIdle(
+        by_stamps_ns=length_ns(before) + length_ns(by_stamps),
+        by_calibration_ns=by_calibration_ns,
+        before_update=tuple(before),
+        after_update=tuple(difference(union([(landed, started)]), windows)),
+        first_started=started,
+        explained_until=stamped,
+    )
 
 
-def covered_ns(windows: Sequence[tuple[int, int]], begin: int, end: int) -> int:
-    """How much of [begin, end) the windows cover together."""
-    covered, reached = 0, begin
-    for window_begin, window_end in sorted(windows):
-        start, stop = max(window_begin, reached), min(window_end, end)
-        if stop > start:
-            covered += stop - start
-            reached = stop
-    return covered
+def boundary_idle_s(at: BoundaryInstants, microbatch_s: float | None, busy: Sequence[Interval] = ()) -> float:
+    """``boundary_idle`` in seconds: the larger of both estimators."""
+    return boundary_idle(at, microbatch_s, busy).idle_ns / 1e9
+
+
+def idle_windows(at: BoundaryInstants, microbatch_s: float | None, busy: Sequence[Interval] = ()) -> list[Interval]:
+    """The [begin, end) windows in which the devices waited; their lengths sum up to ``boundary_idle_s``."""
+    idle = boundary_idle(at, microbatch_s, busy)
+    return [*idle.before_update, *idle.after_update]
 
 
 def calibrated_microbatch_s(intervals: Sequence[tuple[int, int, int]]) -> float | None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import final
 
 from shmstage.child import Lifeline, run_child
@@ -15,6 +16,7 @@ from shmstage.errors import PoolError, ShmstageError
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.sweep import sweep
 from shmstage.settings import Settings
+from shmstage.trainer.attachment import Attachment
 from shmstage.trainer.load import load_engine
 from shmstage.trainer.profile import ProfiledEngine
 from shmstage.trainer.timing_log import StepTimingLog
@@ -33,6 +35,8 @@ POLL_S = 0.1
 #: of call_timeout_s, what the worker itself waits: the client's clock starts first, and an answer that says what was
 #: waited for has to arrive before the client gives up without knowing
 WORKER_PATIENCE = 0.9
+#: answered before their watchers are woken
+HOT = ("stage_fwd_bwd", "fwd_bwd_staged", "fwd_bwd")
 
 
 def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
@@ -69,11 +73,13 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
             timeout_s=WORKER_PATIENCE * settings.call_timeout_s,
             cancelled=lambda: server.hello_waiting or ending.is_due(),
             numa=settings.numa,
+            attach=partial(Attachment, host_register=settings.host_register),
         )
         stack.callback(worker.close)
         while not worker.finished and not ending.is_due():
             pending = server.next_request(POLL_S)
-            ending.notice_death(worker.orchestrator_held)
+            if pending is None or pending.hello is not None:  # who asks for something else lives
+                ending.notice_death(worker.orchestrator_held)
             if pending is not None:
                 _answer(pending, worker, server, identity, ending)
 
@@ -135,11 +141,15 @@ def _answer(
             me = (identity.pid, identity.start_ticks, identity.lock_path)
             pending.welcome(Welcome(PROTOCOL_VERSION, server.incarnation, *me, info))
         else:
+            if pending.command in HOT:
+                worker.completions.hold()
             pending.reply(worker.execute(pending.command, pending.arguments))
     except ShmstageError as error:
         kind = type(error).__name__
         log.warning("%s refused or failed: %s: %s", pending.command, kind, error, exc_info=error.__cause__)
         pending.fail(error)
+    finally:
+        worker.completions.release()
 
 
 def _new_incarnation() -> int:

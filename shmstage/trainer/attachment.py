@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import final
+from typing import Any, Literal, final
 
 import jax
 
-from shmstage.errors import PoolError, ProtocolError, ShmstageError
+from shmstage.errors import HostRegistrationError, PoolError, ProtocolError
 from shmstage.memory.handle import Handle
 from shmstage.memory.layout import Layout
 from shmstage.memory.reader import Lease, PoolReader
 from shmstage.trainer.aliasing import refuse_narrowing
 from shmstage.trainer.engine import TrainEngine
+from shmstage.trainer.host_registry import devices_of, registry_for
 from shmstage.trainer.jax_seam import struct
+from shmstage.trainer.registration import HostRegistry, RegisteredMemory
 from shmstage.wire.messages import Hello
 
 
@@ -22,8 +24,18 @@ from shmstage.wire.messages import Hello
 class Attachment:
     """Made by a handshake, closed by the next one."""
 
-    def __init__(self, hello: Hello, engine: TrainEngine) -> None:
-        """Map ``hello.pool``. Raises ``PoolError`` if it is not the one announced, ``LayoutError`` for a bad layout."""
+    def __init__(
+        self,
+        hello: Hello,
+        engine: TrainEngine,
+        *,
+        host_register: Literal["auto", "off"] = "auto",
+        registry_for: Callable[[Collection[Any]], HostRegistry] = registry_for,
+    ) -> None:
+        """Map ``hello.pool`` and register its slots with the runtime of the devices that the engine uploads to.
+
+        Raises ``PoolError`` if it is not the one announced, ``LayoutError`` for a bad layout.
+        """
         layouts = [Layout.from_wire(each) for each in hello.layouts]
         for layout in layouts:
             refuse_narrowing((field.name, field.dtype) for field in layout.fields)
@@ -33,12 +45,20 @@ class Attachment:
         self._layouts = {layout.layout_id: layout for layout in layouts}
         self._shardings = {layout.layout_id: engine.shardings(layout) for layout in layouts}
         self._reader = PoolReader.attach(hello.pool, run_id=hello.run_id, epoch=hello.epoch, writes_late=True)
+
+        def open_registry() -> HostRegistry:
+            if host_register == "off":
+                raise HostRegistrationError('host_register = "off"')
+            return registry_for(devices_of(s for each in self._shardings.values() for s in each.values()))
+
         try:
             for layout in layouts:
                 self._reader.register(layout)
-        except ShmstageError:
+            self._registered = RegisteredMemory(self._reader.slot_ranges(), open_registry)
+        except BaseException:
             self._reader.close()
             raise
+        self.registration = self._registered.registration
 
     def layout(self, layout_id: int) -> Layout:
         if layout_id not in self._layouts:
@@ -78,5 +98,6 @@ class Attachment:
                 self._reader.end_lease(slot, generation)
 
     def close(self) -> None:
-        """Unmap. Raises ``PoolError`` while arrays over it live."""
+        """Unmap, when no upload reads the pool any more. Raises ``PoolError`` while arrays over it live."""
+        self._registered.close()
         self._reader.close()

@@ -114,11 +114,22 @@ class Completions:
     def failures(self) -> list[Failure]:
         """Failures since the last call."""
         found = []
-        while True:
-            try:
-                found.append(self._failures.get_nowait())
-            except queue.Empty:
-                return found
+        while not self._failures.empty():  # only the caller takes from it
+            found.append(self._failures.get_nowait())
+        return found
+
+    def hold(self) -> None:
+        """From now to ``release`` watch what is dispatched only after ``flush``: before everything that may block."""
+        self._compute.hold()
+        self._uploads.hold()
+
+    def flush(self) -> None:
+        self._uploads.flush()
+        self._compute.flush()
+
+    def release(self) -> None:
+        self._uploads.release()
+        self._compute.release()
 
     def drain(self, timeout_s: float) -> None:
         """Return when everything dispatched so far has resolved."""

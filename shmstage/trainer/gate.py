@@ -9,7 +9,7 @@ The worker asks ``admit`` before it does anything and reports what it did afterw
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 from shmstage.errors import (
@@ -20,6 +20,7 @@ from shmstage.errors import (
     TrainerError,
     UpdateDeferredError,
 )
+from shmstage.frozen import replace
 from shmstage.memory.handle import Handle
 
 COMMANDS = frozenset({
@@ -37,7 +38,7 @@ NOT_WHEN_DEFERRED = frozenset({
 })  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GateState:
     """All that decides what is allowed; ``None`` = there is none.
 
@@ -163,7 +164,7 @@ class Gate:
         self.state = GateState()
 
     def _set(self, **changes: object) -> None:
-        self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+        self.state = replace(self.state, **changes)
 
 
 def _name(handle: Handle) -> str:

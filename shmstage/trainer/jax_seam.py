@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ def struct(shape: Sequence[int], dtype: str, sharding: jax.sharding.Sharding) ->
     return jax.ShapeDtypeStruct(shape, numpy_dtype(dtype), sharding=sharding)  # type: ignore[no-untyped-call]
 
 
+def local_devices() -> dict[str, Any]:
+    """What JAX computes on in this process, as plain facts."""
+    devices = jax.local_devices()
+    return {"platform": devices[0].platform, "devices": [str(device) for device in devices]}
+
+
+@lru_cache(maxsize=1024)
 def is_cpu(sharding: jax.sharding.Sharding) -> bool:
     """True if any of its devices is the host's own."""
     devices: Any = sharding.device_set

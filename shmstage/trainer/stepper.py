@@ -85,6 +85,11 @@ class Stepper:
             raise GateClosedError("no pool is attached; say hello first")
         return self.current
 
+    @property
+    def host_memory(self) -> dict[str, object] | None:
+        """Whether the pool is registered with the device runtime, as plain facts; ``None`` without a pool."""
+        return self.current.registration.as_facts() if self.current is not None else None
+
     # --- commands -------------------------------------------------------------------------------------------
 
     def fwd_bwd(self, handle: Handle, *, defer_update: bool) -> dict[str, Any]:
@@ -193,6 +198,7 @@ class Stepper:
         digest = decoded_digest(batch.arrays) if self._hash_payload else ""
         deferred = handle.is_final and defer_update
         on_over = self._buffers.resolver(batch.buffer)
+        self._completions.flush()  # the call may block
         begin_ns = self._clock_ns()
         try:
             with (
@@ -223,6 +229,7 @@ class Stepper:
         }
 
     def _update(self) -> float:
+        self._completions.flush()  # copies, flags and some engines' updates are waited for here
         waited_s = self._snapshots.wait_copies(self._timeout_s)
         step = self._gate.state.open_step
         assert step is not None
@@ -249,6 +256,7 @@ class Stepper:
         if self._settle is None:
             kept = 0
         elif self._trained > kept:
+            self._completions.flush()
             begin_ns = self._clock_ns()
             self._watch_replays(self._settle(self._trained - kept) or {}, begin_ns)
         while len(self._unsettled) > kept:

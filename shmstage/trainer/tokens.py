@@ -44,18 +44,42 @@ class TokenWatcher:
         self._at_once = at_once
         self._clock_ns = clock_ns
         self._waiting: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
+        self._held: list[_Watched] | None = None
         self._thread = threading.Thread(target=self._run, name=f"shmstage-{name}", daemon=True)
         self._thread.start()
 
     def watch(self, arrays: Any, on_ready: OnReady) -> None:
         """Call ``on_ready`` once every array of the pytree is ready or failed. The references are dropped first."""
-        if self._at_once and all(array.is_ready() for array in jax.tree.leaves(arrays)):
+        leaves = arrays if type(arrays) is list else jax.tree.leaves(arrays)
+        if self._at_once and all(array.is_ready() for array in leaves):
             _tell(on_ready, self._clock_ns(), failure_of(arrays))
             return
-        self._waiting.put(_Watched(arrays, on_ready))
+        if self._held is not None:
+            self._held.append(_Watched(arrays, on_ready))
+        else:
+            self._waiting.put(_Watched(arrays, on_ready))
+
+    def hold(self) -> None:
+        """From now to ``release`` what is given is kept until ``flush``: the thread is not woken in the middle of what
+        the calling thread has to do. For the one thread that calls ``watch``."""
+        if self._held is None:
+            self._held = []
+
+    def flush(self) -> None:
+        """Wait for what was held: before anything that may block. Harmless without ``hold``."""
+        if self._held:
+            for item in self._held:
+                self._waiting.put(item)
+            self._held.clear()
+
+    def release(self) -> None:
+        """Hold no more."""
+        self.flush()
+        self._held = None
 
     def drain(self, timeout_s: float) -> None:
         """Return when everything watched so far has resolved; ``WaitTimeoutError`` past the deadline."""
+        self.flush()
         reached = threading.Event()
         self._waiting.put(_Watched((), lambda ready_ns, error: reached.set()))
         if not reached.wait(timeout_s):
@@ -66,6 +90,7 @@ class TokenWatcher:
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Wait for what is watched, then end the thread."""
+        self.release()
         self._waiting.put(None)
         self._thread.join(timeout_s)
 

@@ -13,8 +13,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-import jax
-
 from shmstage.errors import CheckpointError, EngineError, PeerRestartedError, PoolError, ProtocolError, ShmstageError
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.reservation import Numa
@@ -27,6 +25,7 @@ from shmstage.trainer.device_buffers import DeviceBuffers
 from shmstage.trainer.digests import param_digest
 from shmstage.trainer.engine import EVALUATE, SCORE, TRAIN, TrainEngine, compile_for, restored
 from shmstage.trainer.gate import COMMANDS, Gate
+from shmstage.trainer.jax_seam import local_devices
 from shmstage.trainer.scoring import Scorer, as_numbers
 from shmstage.trainer.snapshots import Snapshots
 from shmstage.trainer.stepper import Stepper
@@ -47,7 +46,7 @@ class Worker:
 
     ``emit`` takes token and ticket events (their number left 0) from any thread. ``verify = "full"`` hashes the arrays
     given to the engine. ``calls_path`` records every received command. ``identity`` is needed for weight sync only.
-    ``cancelled`` is polled while waiting for a device buffer.
+    ``cancelled`` is polled while waiting for a device buffer. ``completions`` can be held until an answer is out.
     """
 
     def __init__(
@@ -63,6 +62,7 @@ class Worker:
         timeout_s: float = 600.0,
         cancelled: Callable[[], bool] = lambda: False,
         numa: Numa = "default",
+        attach: Callable[[Hello, TrainEngine], Attachment] = Attachment,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
@@ -71,6 +71,7 @@ class Worker:
         self._identity = identity
         self._incarnation = incarnation
         self._numa = numa
+        self._attach = attach
         self._timeout_s = timeout_s
         self._clock_ns = clock_ns
         self._wall_s = wall_s
@@ -81,13 +82,13 @@ class Worker:
         self._gate = Gate()
         self._timing = StepTiming()
         self._snapshots = Snapshots(emit, on_done=self._on_ticket_done, cancelled=cancelled, clock_ns=clock_ns)
-        self._completions = Completions(emit, self._timing, timeout_s=timeout_s, clock_ns=clock_ns)
-        watch = self._completions.watch_upload
+        self.completions = Completions(emit, self._timing, timeout_s=timeout_s, clock_ns=clock_ns)
+        watch = self.completions.watch_upload
         put = getattr(engine, "put", None)
         self._buffers = DeviceBuffers(device_buffers, watch, timeout_s=timeout_s, cancelled=cancelled, put=put)
         # of its own: a place among the trained ones could depend on the very micro-batch that waits to be scored
         score_buffers = DeviceBuffers(1, watch, timeout_s=timeout_s, cancelled=cancelled)
-        parts = (self._completions, self._snapshots)
+        parts = (self.completions, self._snapshots)
         self._stepper = Stepper(
             engine, self._gate, self._buffers, *parts,
             hash_payload=verify == "full", timeout_s=timeout_s, clock_ns=clock_ns,
@@ -112,7 +113,7 @@ class Worker:
         if current is not None and hello.epoch < current.epoch:
             raise PeerRestartedError(f"epoch {hello.epoch} says hello, but epoch {current.epoch} has taken over")
         if current is None or (hello.epoch, hello.pool) != (current.epoch, current.pool):
-            attachment = self._guarded("hello", lambda: Attachment(hello, self._engine)) if hello.pool else None
+            attachment = self._guarded("hello", lambda: self._attach(hello, self._engine)) if hello.pool else None
             try:
                 self._detach()
             except BaseException:
@@ -147,7 +148,7 @@ class Worker:
             if self._weights is not None:
                 stack.callback(self._weights.close)
             stack.callback(self._snapshots.close)
-            stack.callback(self._completions.close)
+            stack.callback(self.completions.close)
             stack.callback(self._detach)
 
     # --- commands -------------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ class Worker:
         state = self._gate.state
         if state.phase == "open" and state.deferred_step is not None:
             self._stepped(self._stepper.apply_deferred_update())
-        self._completions.drain(self._timeout_s)
+        self.completions.drain(self._timeout_s)
         self._read_news()  # before they are emptied: parameters of a failed step have no digest
         self._quiesce()
         self.finished = True
@@ -304,10 +305,9 @@ class Worker:
 
     def _describe(self) -> Result:
         state = self._gate.state
-        devices = jax.local_devices()
         return {
-            "platform": devices[0].platform,
-            "devices": [str(device) for device in devices],
+            **local_devices(),
+            "host_memory": self._stepper.host_memory,
             "engine": type(self._engine).__name__,
             "snapshots": not self._waits_for_snapshots,
             "optional": [name for name in OPTIONAL if getattr(self._engine, name, None)],
@@ -330,7 +330,7 @@ class Worker:
         last_update = self._gate.state.closed_step
 
         def copy_what_landed() -> Mapping[str, object] | None:
-            return copy(self._completions.health.require_landed(last_update) or self._clock_ns())
+            return copy(self.completions.health.require_landed(last_update) or self._clock_ns())
 
         holds = holds or self._waits_for_snapshots
         number = self._snapshots.submit(kind, step, copy_what_landed, write, holds=holds)
@@ -351,7 +351,7 @@ class Worker:
         if self._first_checkpoint_durable:
             self._first_checkpoint_durable = False
             self._gate.checkpoint_durable()
-        for failure in self._completions.failures():
+        for failure in self.completions.failures():
             if failure.kind in ("staged", "patched") and self._stepper.upload_failed(failure.request_id, failure.error):
                 continue
             self._gate.failed(f"{failure.kind} of {failure.request_id} failed on the device: {failure.error}")
@@ -359,7 +359,7 @@ class Worker:
     def _quiesce(self) -> None:
         """Nothing dispatched is left undone and nothing of it is kept: stage, deferral, tickets, failures."""
         self._stepper.reset()
-        self._completions.drain(self._timeout_s)
+        self.completions.drain(self._timeout_s)
         if self._weights is not None:
             self._weights.give_up_waiting(True)
         try:
@@ -367,8 +367,8 @@ class Worker:
         finally:
             if self._weights is not None:
                 self._weights.give_up_waiting(False)
-        self._completions.health.clear()
-        self._completions.failures()
+        self.completions.health.clear()
+        self.completions.failures()
         self._first_checkpoint_durable = False
 
     def _detach(self) -> None:

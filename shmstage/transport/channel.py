@@ -72,6 +72,10 @@ class Guard:
                 f"{self._what} was opened by process {self._pid} and used in its forked child {os.getpid()}; "
                 "start children with spawn and let them open their own"
             )
+        self.check_open()
+
+    def check_open(self) -> None:
+        """Raises ``TransportError`` after ``close``: what is left to ask under a lock, where ``check`` has passed."""
         if self._closed:
             raise TransportError(f"{self._what} is closed")
 

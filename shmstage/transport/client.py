@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, final
 
 from shmstage.errors import (
@@ -43,7 +42,25 @@ _POLL_S = 0.1  # how long a dead peer or a stop goes unnoticed
 _DRAIN_S = 0.25  # how long the last frames of a dead peer may take out of the kernel's buffers
 _FULL_S = 0.01  # before another try when the channel did not take a frame
 _RESEND_ASK_S = 0.2
+_ACK_EVERY = 32  # events, unless there is time to wait: the server keeps what is not acknowledged
 _ERRORS = by_name()
+
+
+@final
+class _OneAtATime:
+    """A lock that is never waited for."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise TransportError("a client was used from two threads at once; give each its own")
+
+    def __exit__(self, *raised: object) -> None:
+        self._lock.release()
 
 
 @final
@@ -79,8 +96,10 @@ class Client:
         self._ping_number = 0
         self._ping_at = 0.0
         self._pong: tuple[float, str] | None = None
+        self._check_at = 0.0
         self._woken = False
-        self._in_use = threading.Lock()
+        self._listening = False
+        self._in_use = _OneAtATime()
 
     @property
     def incarnation(self) -> int:
@@ -93,7 +112,7 @@ class Client:
         Raises ``WaitTimeoutError``, ``PeerRestartedError`` if a newer epoch has taken over, ``ProtocolError`` if
         the other side speaks another version, or whatever the server failed with.
         """
-        with self._exclusive():
+        with self._in_use:
             while self._channel.recv(0.0) is not None:
                 pass  # left over from a session that is over
             before = (self._epoch, self._incarnation)
@@ -126,7 +145,7 @@ class Client:
         (nothing was done), ``PeerLostError`` if its process is dead, ``WaitTimeoutError`` past the deadline: then
         the command may still run, until a later call cancels it.
         """
-        with self._exclusive():
+        with self._in_use:
             if self._incarnation == 0:
                 raise ProtocolError(f"{command} was called before hello()")
             self._sequence += 1
@@ -151,9 +170,10 @@ class Client:
         Waits up to ``timeout_s`` seconds for the first, or until ``wake``. Raises ``PeerLostError`` once a dead
         server's last events have been returned.
         """
-        with self._exclusive():
+        with self._in_use:
             deadline = self._clock() + timeout_s
             dying = False
+            self._listening = timeout_s > 0
             while True:
                 now = self._clock()
                 self._ping_if_due(now)
@@ -164,19 +184,21 @@ class Client:
                 elif self._inbox or self._woken:
                     break
                 else:
-                    dying = self._check("events", dying)
+                    if wait_s > 0 or now >= self._check_at:
+                        dying = self._check("events", dying)
                     if not dying and self._clock() >= deadline:
                         break
-            self._woken = False
+            self._woken = self._listening = False
             found, self._inbox = self._inbox, []
-            if self._acknowledged < self._received and self._channel.send(encode(EventAck(self._received))):
-                self._acknowledged = self._received
+            if self._received - self._acknowledged >= (1 if timeout_s > 0 else _ACK_EVERY):
+                self._acknowledge()
             return found
 
     def wake(self) -> None:
         """From any thread: the running or the next ``events`` returns at once, with what it has."""
         self._woken = True
-        self._channel.wake()
+        if self._listening:  # set before ``events`` looks at the line above: one of both sees the other
+            self._channel.wake()
 
     def close(self) -> None:
         """Gives the channel back."""
@@ -202,7 +224,7 @@ class Client:
                 message = self._take(received)
                 if accept(message):
                     return message
-            else:
+            elif dying or self._clock() >= min(until, self._check_at):
                 dying = self._check(what, dying)
             now = self._clock()
             if now >= deadline:
@@ -210,6 +232,7 @@ class Client:
 
     def _check(self, what: str, dying: bool) -> bool:
         """True if the peer is dead but its last frames may still be under way; the second time it raises."""
+        self._check_at = self._clock() + _POLL_S
         if self._stop is not None and self._stop():
             raise StoppedError(f"stopped while waiting for {what}")
         if self.peer is None or not self.peer.dead():
@@ -249,6 +272,10 @@ class Client:
         self._received = event.number
         self._inbox.append(event)
 
+    def _acknowledge(self) -> None:
+        if self._channel.send(encode(EventAck(self._received))):
+            self._acknowledged = self._received
+
     def _ask_resend(self) -> None:
         # One gap shows in every event behind it; one request brings them all.
         position, asked_at = self._resend_asked
@@ -265,14 +292,6 @@ class Client:
             self._channel.send(encode(Ping(self._ping_number)))
             self._ping_at = now + _PING_S
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        if not self._in_use.acquire(blocking=False):
-            raise TransportError("a client was used from two threads at once; give each its own")
-        try:
-            yield
-        finally:
-            self._in_use.release()
 
 
 def _is_refusal(message: Message) -> bool:

@@ -37,7 +37,7 @@ class Admission(Enum):
     """A higher sequence arrived before this one was begun; it will never run."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
     state: State
     reply: bytes = b""
@@ -51,6 +51,7 @@ class RequestLog:
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._replies_kept = replies_kept
         self._highest = 0
+        self._queued: list[_Entry] = []
         self._lock = threading.Lock()
 
     @property
@@ -71,11 +72,10 @@ class RequestLog:
             if sequence <= self._highest:
                 # Never seen, or forgotten long after its answer: either way the client has moved on.
                 return Admission.CANCELLED, b""
-            for older in self._entries.values():
-                if older.state is State.QUEUED:
-                    older.state = State.CANCELLED
+            self._cancel_queued()
             self._highest = sequence
-            self._entries[sequence] = _Entry(State.QUEUED)
+            entry = self._entries[sequence] = _Entry(State.QUEUED)
+            self._queued.append(entry)
             self._forget_oldest()
             return Admission.EXECUTE, b""
 
@@ -86,6 +86,7 @@ class RequestLog:
             if entry is None or entry.state is not State.QUEUED:
                 return False
             entry.state = State.RUNNING
+            self._queued.remove(entry)
             return True
 
     def finish(self, sequence: int, reply: bytes) -> None:
@@ -98,9 +99,12 @@ class RequestLog:
     def cancel_queued(self) -> None:
         """The session is over: nothing that has not begun will begin."""
         with self._lock:
-            for entry in self._entries.values():
-                if entry.state is State.QUEUED:
-                    entry.state = State.CANCELLED
+            self._cancel_queued()
+
+    def _cancel_queued(self) -> None:
+        for entry in self._queued:
+            entry.state = State.CANCELLED
+        self._queued.clear()
 
     def _forget_oldest(self) -> None:
         while len(self._entries) > self._replies_kept:

@@ -1,8 +1,8 @@
 """The answering side of the command channel: who is asked, what runs, what has been said.
 
 A receiving thread admits requests and answers pings and retries. The executing thread takes one request at a time
-from ``next_request`` and answers it. Any thread emits events. They share the session's state under one lock, which
-is never held while anything waits.
+from ``next_request`` and answers it; while it has none it does the receiving itself (``Receiver.borrow``). Any thread
+emits events. They share the session's state under one lock, which is never held while anything waits.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Server:
         self._receiver.check()
         with self._lock:
             number = self._events.last + 1
-            frame = encode(replace(event, number=number, incarnation=self.incarnation))
+            frame = encode(event, number=number, incarnation=self.incarnation)
             self._events.append(number, frame)
             if self._session is not None and self._session.welcome_frame:
                 self._send(self._session.peer, frame)
@@ -199,18 +199,35 @@ class Server:
         self._receiver.close()
 
     def _take(self, deadline: float) -> Pending | None:
-        wait = not self._taken
+        if not self._receiver.borrow():
+            self._collect(0.0 if self._taken else deadline - time.monotonic())
+        else:
+            try:
+                self._collect(0.0)
+                while not self._taken and (left_s := deadline - time.monotonic()) > 0:
+                    self._receiver.step_borrowed(left_s)
+                    self._collect(0.0)
+                while self._receiver.step_borrowed(0.0):  # what came behind it may cancel it
+                    self._collect(0.0)
+            finally:
+                self._receiver.give_back(busy=bool(self._taken))
+        for pending in self._taken:
+            if pending.hello is not None:
+                self._taken.remove(pending)
+                return pending
+        return self._taken.popleft() if self._taken else None
+
+    def _collect(self, timeout_s: float) -> None:
+        """What was admitted; waits for the first."""
         try:
-            while (arrived := self._waiting.get(wait, max(0.0, deadline - time.monotonic()))) is not None:
+            while timeout_s > 0 or not self._waiting.empty():
+                arrived = self._waiting.get(timeout_s > 0, timeout_s)
+                if arrived is None:  # the receiving has failed
+                    return
                 self._taken.append(arrived)
-                wait = False
+                timeout_s = 0.0
         except queue.Empty:
             pass
-        hello = next((pending for pending in self._taken if pending.hello is not None), None)
-        if hello is not None:
-            self._taken.remove(hello)
-            return hello
-        return self._taken.popleft() if self._taken else None
 
     # --- answers of the executing thread ----------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast, final
 
 import zmq
@@ -31,6 +31,11 @@ LINGER_MS = 500
 
 CONNECT_LINGER_MS = 100
 """The same for the connecting end, whose last frames matter less: their server may be gone for good."""
+
+# as plain integers: operators of pyzmq's enums cost more than the calls they are for
+_NOBLOCK = int(zmq.NOBLOCK)
+_SEND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS, _RCVMORE, _POLLIN = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
 
 _RECONNECT_MS = 10
 _RECONNECT_MAX_MS = 200
@@ -70,8 +75,8 @@ class _Socket:
     """One ZeroMQ socket in a context of its own. One thread receives, any thread sends.
 
     The socket itself is touched under the lock only. The receiver waits outside it, on the socket's descriptor,
-    whose edge any call on the socket may consume: so whoever sends looks whether something can be received now,
-    and wakes the receiver. The usual alternative, a queue to the receiving thread, costs a hand-over per reply.
+    whose edge any call on the socket may consume: so whoever sends while it waits looks whether something can be
+    received now, and wakes it. The usual alternative, a queue to the receiving thread, costs a hand-over per reply.
     """
 
     def __init__(self, kind: int, guard: Guard) -> None:
@@ -79,12 +84,15 @@ class _Socket:
         self._lock = threading.Lock()
         self._waker = _Waker()
         self._woken = False
+        self._waiting = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.raw = self._context.socket(kind)
         self.raw.setsockopt(zmq.LINGER, LINGER_MS)
         self.raw.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self.raw.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         self.raw.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT_NBYTES)
+        #: ``raw.EVENTS`` would build an enum from each answer, which takes longer than to ask
+        self._events = cast("Callable[[int], int]", self.raw.get)
         self._poll = select.poll()
         self._poll.register(self.raw.FD, select.POLLIN)
         self._poll.register(self._waker.fd, select.POLLIN)
@@ -97,37 +105,51 @@ class _Socket:
         """Raises ``zmq.ZMQError``, ``zmq.Again`` among them."""
         self._guard.check()  # before the lock: another thread may have held it at the fork, and holds it for ever
         with self._lock:
-            self._guard.check()
+            self._guard.check_open()
             try:
-                self.raw.send_multipart(parts, zmq.NOBLOCK)
+                for part in parts[:-1]:
+                    self.raw.send(part, _SEND_MORE)
+                self.raw.send(parts[-1], _NOBLOCK)
             finally:
-                if cast(int, self.raw.EVENTS) & zmq.POLLIN:
+                # who waits has looked after it said so, under this lock
+                if self._waiting and self._events(_EVENTS) & _POLLIN:
                     self._waker.set()
 
     def recv(self, timeout_s: float) -> list[bytes] | None:
         """The parts of the next message; None after the timeout or a wake."""
-        parts = self._try_recv()
-        if parts is not None or timeout_s <= 0:
-            return parts
-        deadline = time.monotonic() + timeout_s
-        while not self._woken:
-            ready = self._poll.poll(_milliseconds(timeout_s))
-            if any(fd == self._waker.fd for fd, _ in ready):
-                self._waker.clear()
+        self._guard.check()
+        self._waiting = timeout_s > 0
+        try:
             parts = self._try_recv()
-            # The descriptors also become readable for what is no message: a peer that connected, a sender's nudge.
-            timeout_s = deadline - time.monotonic()
             if parts is not None or timeout_s <= 0:
                 return parts
-        self._woken = False
-        return None
+            deadline = time.monotonic() + timeout_s
+            while not self._woken:
+                ready = self._poll.poll(_milliseconds(timeout_s))
+                for fd, _ in ready:
+                    if fd == self._waker.fd:
+                        self._waker.clear()
+                parts = self._try_recv(likely=bool(ready))
+                # The descriptors also become readable for what is no message: a peer that connected, a sender's nudge.
+                timeout_s = deadline - time.monotonic()
+                if parts is not None or timeout_s <= 0:
+                    return parts
+            self._woken = False
+            return None
+        finally:
+            self._waiting = False
 
-    def _try_recv(self) -> list[bytes] | None:
-        self._guard.check()
+    def _try_recv(self, *, likely: bool = False) -> list[bytes] | None:
         with self._lock:
-            self._guard.check()
+            self._guard.check_open()
             try:
-                return self.raw.recv_multipart(zmq.NOBLOCK)
+                # asked first where nothing may well be there: an exception costs more than the question
+                if not likely and not self._events(_EVENTS) & _POLLIN:
+                    return None
+                parts = [self.raw.recv(_NOBLOCK)]
+                while self._events(_RCVMORE):
+                    parts.append(self.raw.recv(_NOBLOCK))
+                return parts
             except zmq.Again:
                 return None
             except zmq.ZMQError as error:

@@ -5,6 +5,7 @@ Never pickle: a frame can make nothing but the messages of ``messages.py`` and p
 
 from __future__ import annotations
 
+import threading
 from typing import Any, cast
 
 import msgpack
@@ -34,6 +35,7 @@ FRAME_LIMIT_NBYTES = 1 << 20
 """The largest frame. Payload lives in slots; what is larger than this does not belong on the control channel."""
 
 _SMALL_NBYTES = 4096
+_STR = frozenset({str})
 
 _TAG_KEY = "t"
 _VERSION_KEY = "v"
@@ -58,19 +60,34 @@ _SCHEMAS: dict[type, tuple[WireField, ...]] = {kind: schema_of(kind) for kind in
 _BY_TAG: dict[str, type] = {tag: kind for kind, tag in _TAGS.items()}
 
 
-def encode(message: Message, *, limit_nbytes: int = FRAME_LIMIT_NBYTES) -> bytes:
-    """The message's frame. Raises ``ProtocolError`` for a value that would not arrive as it was sent."""
+class _Packer(threading.local):
+    """One per thread: to make one takes longer than to pack a message."""
+
+    def __init__(self) -> None:
+        self.of_this_thread = msgpack.Packer(use_bin_type=True, strict_types=True)
+
+
+_PACKER = _Packer()
+
+
+def encode(message: Message, *, limit_nbytes: int = FRAME_LIMIT_NBYTES, **changes: Any) -> bytes:
+    """The frame of the message with the fields in ``changes`` replaced.
+
+    Raises ``ProtocolError`` for a value that would not arrive as it was sent.
+    """
     kind = type(message)
     schema = _SCHEMAS.get(kind)
     if schema is None:
         raise ProtocolError(f"{kind.__name__} is not a message; see shmstage.wire.messages")
     wire: dict[str, Any] = {_TAG_KEY: _TAGS[kind]}
-    for row in schema:
-        value = getattr(message, row.attribute)
-        row.check(value, (kind.__name__, row.attribute))
-        wire[row.key] = value
+    for attribute, key, check, where, exact, limit in schema:
+        value = changes[attribute] if attribute in changes else getattr(message, attribute)
+        type_ = type(value)
+        if type_ is not exact and not (type_ is int and 0 <= value < limit):
+            check(value, where)
+        wire[key] = value
     try:
-        frame = cast(bytes, msgpack.packb(wire, use_bin_type=True, strict_types=True))
+        frame = cast(bytes, _PACKER.of_this_thread.pack(wire))
     except (TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"{kind.__name__} cannot be encoded: {error}") from error
     if len(frame) > limit_nbytes:
@@ -131,11 +148,13 @@ def _build(kind: type, wire: dict[str, Any]) -> Message:
             "run the same shmstage release on both sides"
         )
     values = []
-    for row in schema:
-        if row.key not in wire:
-            raise ProtocolError(f"{kind.__name__} lacks {row.attribute!r}")
-        value = wire[row.key]
-        row.check(value, (kind.__name__, row.attribute))
+    for attribute, key, check, where, exact, limit in schema:
+        if key not in wire:
+            raise ProtocolError(f"{kind.__name__} lacks {attribute!r}")
+        value = wire[key]
+        type_ = type(value)
+        if type_ is not exact and not (type_ is int and 0 <= value < limit):
+            check(value, where)
         values.append(value)
     if len(wire) != len(schema):
         unknown = sorted(set(wire) - {row.key for row in schema})
@@ -144,7 +163,13 @@ def _build(kind: type, wire: dict[str, Any]) -> Message:
 
 
 def _unique_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+    try:
+        result: dict[str, Any] = dict(pairs)
+    except TypeError:  # a list as a key
+        result = {}
+    if len(result) == len(pairs) and _STR.issuperset(map(type, result)):
+        return result
+    result = {}
     for key, value in pairs:
         if type(key) is not str:
             raise ProtocolError(f"a map has the key {shown(key, 40)}; keys are str")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, final, get_type_hints
 
 from shmstage.errors import ProtocolError, named, shown
 
@@ -34,11 +34,18 @@ class Wire(NamedTuple):
 
 
 class WireField(NamedTuple):
-    """One row of a message's schema."""
+    """One row of a message's schema.
+
+    A value of type ``exact``, or an ``int`` from 0 to ``limit`` - 1, passes ``check``: what most are is known without
+    the call.
+    """
 
     attribute: str
     key: str
     check: Check
+    where: Where
+    exact: type | None
+    limit: int
 
 
 def schema_of(message_type: type) -> tuple[WireField, ...]:
@@ -48,7 +55,9 @@ def schema_of(message_type: type) -> tuple[WireField, ...]:
     for field in fields(message_type):
         wire = next(item for item in hints[field.name].__metadata__ if isinstance(item, Wire))
         # Absent fields are refused even where the constructor has a default: one message, one shape.
-        rows.append(WireField(field.name, wire.key, wire.check))
+        where = (message_type.__name__, field.name)
+        limit = wire.check.limit if isinstance(wire.check, Unsigned) else 0
+        rows.append(WireField(field.name, wire.key, wire.check, where, _EXACT.get(wire.check), limit))
     if len({row.key for row in rows}) != len(rows):
         raise TypeError(f"{message_type.__name__} uses one wire key twice")
     return tuple(rows)
@@ -70,19 +79,23 @@ def refusal(where: Where, value: object, want: str) -> ProtocolError:
     return ProtocolError(f"{in_words(where)} is {kind.__module__}.{kind.__name__} {shown(value)}; want {want}")
 
 
-def unsigned(bits: int) -> Check:
+@final
+class Unsigned:
     """An exact ``int`` (no bool, no numpy scalar) in ``0 .. 2**bits - 1``."""
-    limit = 1 << bits
 
-    def check(value: object, where: Where) -> None:
-        if type(value) is not int or not 0 <= value < limit:
-            raise refusal(where, value, f"an integer from 0 to 2**{bits} - 1")
+    __slots__ = ("_bits", "limit")
 
-    return check
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+        self.limit = 1 << bits
+
+    def __call__(self, value: object, where: Where) -> None:
+        if type(value) is not int or not 0 <= value < self.limit:
+            raise refusal(where, value, f"an integer from 0 to 2**{self._bits} - 1")
 
 
-U32 = unsigned(32)
-U64 = unsigned(64)
+U32 = Unsigned(32)
+U64 = Unsigned(64)
 
 
 _LEAVES = frozenset({type(None), bool, float, str, bytes})
@@ -98,6 +111,10 @@ def text(value: object, where: Where) -> None:
     """A ``str``; bytes are refused."""
     if type(value) is not str:
         raise refusal(where, value, "a str")
+
+
+#: checks that ask for one type and no more
+_EXACT: dict[Check, type] = {flag: bool, text: str}
 
 
 def plain(value: object, where: Where, depth: int = 0) -> None:

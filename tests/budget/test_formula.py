@@ -106,16 +106,38 @@ def test_sizes_around_two_and_four_gib_come_out_as_they_went_in(nbytes: int) -> 
     assert forecast(Inputs(rows=1, tokens=(1 << 30) + 1)).layout.fields[0].nbytes == 2**32 + 4
 
 
-def test_trajectories_of_two_steps_are_held_raw_and_told_encoded() -> None:
+def test_trajectories_of_two_steps_wait_encoded_and_are_told_raw() -> None:
     fields = MicrobatchFields(frozenset({"routing"}), layers=60, top_k=10, experts=512, encoding="ragged_packed")
     inputs = small(fields=fields, microbatches_per_step=3, fill=Fraction(1, 2))
     real = 3 * 4 * 256 // 2
     found = amounts(inputs)
     assert found["held_trajectories"] == 2 * real * (4 * 4 + 60 * 10 * 2)
     assert found["held_trajectories_encoded"] == 2 * (real * (4 * 4 * 8 + 60 * (10 * 9 + 1)) // 8)
-    # told for comparison only
-    held = found["held_trajectories"] + found["device_buffers"] + found["dense_decode"]
-    assert forecast(inputs).total("steady", "host") == held
+    rest = found["device_buffers"] + found["dense_decode"]
+    assert forecast(inputs).total("steady", "host") == found["held_trajectories_encoded"] + rest
+    # a trajectory alone has no padding: ragged holds it as it came
+    ragged = replace(inputs, fields=replace(fields, encoding="ragged"))
+    assert forecast(ragged).total("steady", "host") == found["held_trajectories"] + sum(
+        amounts(ragged)[name] for name in ("device_buffers", "dense_decode")
+    )
+
+
+def test_what_waits_encoded_counts_as_that_against_its_limit_and_raw_in_the_journal() -> None:
+    fields = MicrobatchFields(frozenset({"routing"}), layers=60, top_k=10, experts=512, encoding="ragged_packed")
+    raw_nbits, encoded_nbits = 4 * 4 * 8 + 60 * 10 * 16, 4 * 4 * 8 + 60 * (10 * 9 + 1)
+    assert (fields.trajectory_nbits, fields.encoded_nbits) == (raw_nbits, encoded_nbits)
+    free = small(fields=fields)
+    waiting = amounts(free)["held_trajectories_encoded"]
+    capped = replace(free, max_held_nbytes=waiting // 2)
+    assert amounts(capped)["held_trajectories_encoded"] == waiting // 2
+    assert amounts(replace(free, max_held_nbytes=waiting))["held_trajectories_encoded"] == waiting
+    assert free.row_nbytes == -(-256 * encoded_nbits // 8)
+    bundle = replace(free, held_input_nbytes=raw_nbits * 100, evaluation=fields, evaluation_nbytes=raw_nbits)
+    assert amounts(bundle)["held_trajectories_encoded"] == encoded_nbits * 100
+    assert amounts(bundle)["evaluation_trajectories"] == encoded_nbits
+    journaled = replace(capped, journaled=True)
+    arrived = waiting // 2 * raw_nbits // encoded_nbits
+    assert amounts(journaled)["journal"] >= arrived > 1.7 * (waiting // 2)
 
 
 def test_a_limit_on_what_is_held_caps_it_and_a_bundle_is_held_whole() -> None:

@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         "less than a step is suggested to be held",
         "shmstage/budget/search.py",
-        "max(inputs.step_nbytes, 1)",
+        "max(inputs.waiting_nbytes(inputs.step_nbytes), 1)",
         "1",
         (f"{TESTS}/test_search.py::test_a_limit_on_what_is_held_is_suggested_down_to_one_step",),
     ),

@@ -50,10 +50,7 @@ MUTANTS = (
     Mutant(
         "a call that was given up is executed before the next one",
         REQUESTS,
-        "            for older in self._entries.values():\n"
-        "                if older.state is State.QUEUED:\n"
-        "                    older.state = State.CANCELLED\n"
-        "            self._highest",
+        "            self._cancel_queued()\n            self._highest",
         "            self._highest",
         (f"{SESSION}::test_call_given_up_is_cancelled_by_the_next_one",),
     ),
@@ -217,8 +214,8 @@ MUTANTS = (
     Mutant(
         "numpy scalars and bools pass for integers",
         SCHEMA,
-        "        if type(value) is not int or not 0 <= value < limit:\n",
-        "        if not 0 <= value < limit:  # type: ignore[operator]\n",
+        "        if type(value) is not int or not 0 <= value < self.limit:\n",
+        "        if not 0 <= value < self.limit:  # type: ignore[operator]\n",
         (f"{FRAMES}::test_handle_out_of_range_is_refused_at_both_ends[change3]",
          f"{FRAMES}::test_hostile_frame_is_refused_with_its_reason"),
     ),

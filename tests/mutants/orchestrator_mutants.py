@@ -276,22 +276,22 @@ MUTANTS = (
     Mutant(
         "the wait before a late update is no idle time",
         "shmstage/timeline/idle.py",
-        "covered_ns(busy, at.update_landed, started) + before_update\n",
-        "covered_ns(busy, at.update_landed, started)\n",
+        "return length_ns(self.before_update) + length_ns(self.after_update)\n",
+        "return length_ns(self.after_update)\n",
         ("tests/timeline/test_idle.py::test_a_wait_before_a_late_update_is_not_a_win",),
     ),
     Mutant(
         "time in which the devices scored is idle time",
         "shmstage/timeline/idle.py",
-        " - covered_ns(busy, at.update_landed, started) + before_update\n",
-        " + before_update\n",
+        "difference(union([(landed, started)]), windows)",
+        "union([(landed, started)])",
         ("tests/timeline/test_idle.py::test_time_in_which_the_devices_scored_or_evaluated_is_not_idle",),
     ),
     Mutant(
         "the smaller of the idle estimators is reported",
         "shmstage/timeline/idle.py",
-        "started = max(started, at.first_ready",
-        "started = min(started, at.first_ready",
+        "started = max(stamped, calibrated)",
+        "started = min(stamped, calibrated)",
         ("tests/timeline/test_idle.py::test_the_larger_estimator_is_reported",),
     ),
     Mutant(

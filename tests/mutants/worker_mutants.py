@@ -253,7 +253,7 @@ MUTANTS = (
     Mutant(
         "a checkpoint is stamped before its update has landed",
         WORKER,
-        "copy(self._completions.health.require_landed(last_update) or self._clock_ns())",
+        "copy(self.completions.health.require_landed(last_update) or self._clock_ns())",
         "copy(self._clock_ns())",
         (f"{REFUSALS}::test_a_checkpoint_is_not_stamped_before_its_update_landed",),
     ),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from record_making import gather, routed
 from routing_oracle import Array, held, pack_groups, random_routing, whole_groups
 
 from shmstage import _native
@@ -41,15 +42,11 @@ def call(
     offsets = None if encoding == "dense" else np.full(rows + 1, 77, np.int32)
     words = [np.empty((rows, tokens), np.int32) for _ in range(2)]
     try:
-        _native.fill_microbatch(
-            rows,
-            tokens,
-            segments,
-            *words,
-            [],
-            (encoding, layers, top_k, bits, ids, validity, offsets, sources),
-            threads,
-        )
+        lengths = [length for _, _, length in segments]
+        records = [routed(length, source, shape, bits) for length, source in zip(lengths, sources, strict=True)]
+        width = 0 if encoding in ("dense", "ragged") else bits
+        routing = (encoding, layers, top_k, width, ids, validity, offsets)
+        _native.fill_microbatch(gather(rows, segments, records), tokens, *words, [], routing, threads)
     except Exception:
         written = [part for part in (ids, validity, offsets) if part is not None]
         assert all((part == 77).all() for part in written), "written before the refusal"
@@ -177,15 +174,14 @@ def test_the_arguments_that_the_refusals_start_from_are_good() -> None:
         ({"segments": [(0, 0, 3), (1, 1, 6)]}, "9 real tokens, capacity 8"),
         ({"encoding": "ragged", "capacity": 7}, "8 real tokens, capacity 7"),
         ({"encoding": "sparse"}, "unknown encoding sparse"),
-        ({"bits": 0}, "0 bits"),
+        ({"bits": 0, "sources": [b"", bytes(12 * 5)]}, "0 bits"),
         ({"bits": 16}, "16 bits, at most 15"),
         ({"shape": (2, 0)}, "without layers or without ids"),
-        ({"sources": [b""]}, "not one source per segment"),
-        ({"sources": [b"", b"1"]}, "whole number of tokens"),
-        ({"sources": [b"", bytes(12 * 6)]}, "longer than its segment"),
-        ({"sources": [b"", (held(np.ones((5, 2, 3), np.int16), 4), 9)]}, "held routing of 26 bytes, want 52"),
-        ({"sources": [b"", (held(np.ones((6, 2, 3), np.int16), 4), 6)]}, "longer than its segment"),
-        ({"sources": [b"", (b"", 2**63)]}, "2\\*\\*31 - 1 tokens"),
+        ({"sources": [b"", b"1"]}, "routing of 1 bytes, want 0"),
+        ({"sources": [b"", bytes(12 * 6)]}, "routing of more tokens than there are"),
+        ({"sources": [b"", (held(np.ones((9, 2, 3), np.int16), 4), 5)]}, "routing of 52 bytes, want 26"),
+        ({"sources": [b"", (held(np.ones((6, 2, 3), np.int16), 4), 6)]}, "routing of more tokens than there are"),
+        ({"sources": [b"", (b"", 2**63)]}, "routing of more tokens than there are"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(changes: dict[str, Any], match: str) -> None:
@@ -202,9 +198,29 @@ def test_destinations_of_another_size_are_refused() -> None:
         ("offsets", 3, "offsets of 12 bytes, want 8"),
     ]:
         parts = {**good, name: np.empty(size, good[name].dtype)}
-        routing = ("ragged_packed", 2, 3, 4, parts["ids"], parts["validity"], parts["offsets"], [b""])
+        routing = ("ragged_packed", 2, 3, 4, parts["ids"], parts["validity"], parts["offsets"])
+        gathered = gather(1, [(0, 0, 2)], [routed(2, b"", (2, 3), 4)])
         with pytest.raises(ValueError, match=match):
-            _native.fill_microbatch(1, 8, [(0, 0, 2)], *words, [], routing)
+            _native.fill_microbatch(gathered, 8, *words, [], routing)
+
+
+def test_routing_of_another_shape_or_width_is_refused_before_anything_is_written() -> None:
+    packed = (held(np.ones((2, 2, 3), np.int16), 4), 2)
+    words = [np.full((1, 8), 77, np.int32) for _ in range(2)]
+    ids, validity, offsets = np.full(6 * 5, 77, np.uint8), np.full(2, 77, np.uint8), np.full(2, 77, np.int32)
+    gathered = gather(1, [(0, 0, 2)], [routed(2, packed, (2, 3), 4)])
+    assert gathered.held_bits == 4
+    for layers, top_k, bits, match in [
+        (2, 3, 5, "routing held in 4 bits, want 5"),
+        (3, 2, 4, "routing of 2 layers and top-3, want 3 and top-2"),
+    ]:
+        routing = ("ragged_packed", layers, top_k, bits, ids, validity, offsets)
+        with pytest.raises(ValueError, match=match):
+            _native.fill_microbatch(gathered, 8, *words, [], routing)
+    assert all((part == 77).all() for part in (*words, ids, validity, offsets))
+    other = routed(2, (held(np.ones((2, 2, 3), np.int16), 5), 2), (2, 3), 5)
+    with pytest.raises(ValueError, match="routing packed in 4 and in 5 bits"):
+        gather(1, [(0, 0, 2), (0, 2, 2)], [routed(2, packed, (2, 3), 4), other])
 
 
 @pytest.mark.parametrize("encoding", ["dense", "ragged", "ragged_packed"])
@@ -226,8 +242,10 @@ def test_a_micro_batch_large_enough_to_be_shared_and_streamed_is_written_whole(t
     segments = [(0, 3, 499_990), (1, 0, 100), (1, 101, 399_000), (2, 250_000, 250_000)]
     memory = [np.full(rows * tokens + 32, 7, np.int32) for _ in range(3)]
     views = [part[shift // 4 :][: rows * tokens] for part in memory]
-    sources = [np.arange(1, length, dtype=np.int32) for _, _, length in segments]
-    _native.fill_microbatch(rows, tokens, segments, views[0], views[1], [(views[2], 4, 255, sources)], None, threads)
+    sources = [np.arange(1, length + 1, dtype=np.int32) for _, _, length in segments]
+    records = [_native.TrajectoryRecord(len(source), (source,)) for source in sources]
+    gathered = gather(rows, segments, records)
+    _native.fill_microbatch(gathered, tokens, views[0], views[1], [(views[2], 0, 255)], None, threads)
     want = [
         np.zeros((rows, tokens), np.int32),
         np.zeros((rows, tokens), np.int32),
@@ -237,7 +255,7 @@ def test_a_micro_batch_large_enough_to_be_shared_and_streamed_is_written_whole(t
     for (row, start, length), source in zip(segments, sources, strict=True):
         want[0][row, start : start + length] = numbers[row, start]
         want[1][row, start : start + length] = np.arange(length)
-        want[2][row, start : start + length - 1] = source
+        want[2][row, start : start + length] = source
     for part, view, expected in zip(memory, views, want, strict=True):
         np.testing.assert_array_equal(view.reshape(rows, tokens), expected)
         assert (part[: shift // 4] == 7).all() and (part[shift // 4 + rows * tokens :] == 7).all()

@@ -22,6 +22,7 @@ from shmstage.orchestrator.intake import Intake
 from shmstage.orchestrator.queue import BatchOrderedQueue, group_nbytes
 from shmstage.orchestrator.reader import SourceReader
 from shmstage.orchestrator.resume import ResumeState
+from shmstage.packing.held_form import HeldForm
 from shmstage.packing.plan import PlanSettings
 from shmstage.packing.source import Source
 from shmstage.packing.trajectory import Group
@@ -61,7 +62,8 @@ class Stepwise:
 def reader_of(
     source: Source, *, order: Order = "arrival", held: HeldBytes | None = None, passes: int | None = 1
 ) -> SourceReader:
-    reader = SourceReader(source, ResumeState.start(), passes=passes, order=order, held=held or HeldBytes())
+    held = held or HeldBytes()
+    reader = SourceReader(source, ResumeState.start(), passes=passes, order=order, held=held, form=HeldForm())
     reader.start()
     return reader
 

@@ -14,16 +14,19 @@ from shmstage.orchestrator.assembly import Layouts, layout_of
 from shmstage.orchestrator.intake import Intake
 from shmstage.orchestrator.session import check_engine_can
 from shmstage.packing.fields import microbatch_layout
+from shmstage.packing.held_form import HeldForm
+from shmstage.packing.held_routing import HeldRouting
 from shmstage.packing.plan import PlanSettings
 from shmstage.packing.trajectory import Group, Trajectory
 from shmstage.settings import RoutingEncoding, Settings
 
 
 def trajectory(**changes: Any) -> Trajectory:
-    return Trajectory(
-        trajectory_id="t", tokens=[1, 2, 3], loss_mask=[0, 1, 1], advantages=[0.0] * 3, old_logprobs=[0.0] * 3,
-        **changes,
-    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "trajectory_id": "t", "tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "advantages": [0.0] * 3,
+        "old_logprobs": [0.0] * 3,
+    }  # fmt: skip
+    return Trajectory(**{**fields, **changes})
 
 
 def shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
@@ -64,6 +67,39 @@ def test_an_id_beyond_the_number_of_experts_is_refused_by_the_intake() -> None:
     routing = np.full((3, 2, 1), 7, np.int16)
     one = trajectory(routing=routing)
     source = Given([Group("g", 0, (one,))])
-    assert len(list(Intake(source, PlanSettings(rows=1, tokens=8), passes=1, experts=8))) == 1
+    assert len(list(Intake(source, PlanSettings(rows=1, tokens=8), passes=1, form=HeldForm(experts=8)))) == 1
     with pytest.raises(TrajectoryError, match="'t': routing wants expert ids below experts = 7, got 7"):
-        list(Intake(source, PlanSettings(rows=1, tokens=8), passes=1, experts=7))
+        list(Intake(source, PlanSettings(rows=1, tokens=8), passes=1, form=HeldForm(experts=7)))
+
+
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_what_waits_is_packed_and_held_bytes_are_those_of_what_waits(reads_ahead: bool) -> None:
+    """Of three trajectories one is dropped: what was admitted, let go and packed comes to nothing held."""
+    routing = np.full((3, 2, 4), [1, 2, 3, 4], np.int16)
+    raw = [trajectory(trajectory_id=name, routing=routing, experts=512) for name in "ab"]
+    zeros = [0.0] * 9
+    long = trajectory(
+        trajectory_id="long", tokens=[1] * 9, loss_mask=zeros, advantages=zeros, old_logprobs=zeros,
+        routing=np.full((9, 2, 4), [1, 2, 3, 4], np.int16), experts=512,
+    )  # fmt: skip
+    source = Given([Group(one.trajectory_id, 0, (one,)) for one in (*raw, long)])
+    plan = PlanSettings(rows=1, tokens=8, on_overlong="drop")
+    intake = Intake(source, plan, passes=1, max_held_bytes=10**6, form=HeldForm("ragged_packed", 512))
+    reader = intake.read_ahead() if reads_ahead else None
+    try:
+        (planned,) = intake
+        waiting = [arrival.trajectory for arrival in planned.arrivals.values()]
+        assert [one.digest for one in waiting] == [one.digest for one in raw]
+        assert all(isinstance(one.routing, HeldRouting) for one in waiting)
+        # one group of 8 tokens: 9 bits an id, one validity bit per token and layer
+        words = raw[0].nbytes - routing.nbytes
+        assert planned.nbytes == 2 * (words + 2 * 4 * 9 + 2)
+        if reader is not None:
+            assert intake._held_bytes.total == planned.nbytes
+            reader.queue.packed(1, planned.nbytes, is_final=True)
+            reader.queue.landed(1)
+            assert intake._held_bytes.total == 0
+    finally:
+        if reader is not None:
+            reader.close()
+    assert isinstance(raw[0].routing, np.ndarray)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmstage.errors import SettingsError
+from shmstage.errors import EngineError, SettingsError
 from shmstage.launch.run_directory import completed
 from shmstage.launch.single_host import run
 from shmstage.settings import Settings
@@ -55,6 +55,10 @@ def test_unknown_and_impossible_settings_are_refused() -> None:
         make_engine({"speed": 3})
     with pytest.raises(SettingsError, match="two deep"):
         make_engine({"blocks": "sometimes"})
+    with pytest.raises(SettingsError, match="keeps = 'nothing'.*hashes"):
+        make_engine({"keeps": "nothing"})
+    with pytest.raises(SettingsError, match="routings = -1"):
+        make_source({"rows": 1, "tokens": 4, "routings": -1})
     with pytest.raises(SettingsError, match="update_s = -1"):
         make_engine({"update_s": -1})
     with pytest.raises(SettingsError, match="top_k"):
@@ -69,6 +73,30 @@ def test_the_input_fills_every_row_and_is_the_same_in_any_process() -> None:
     digests = [[t.digest for group in groups for t in group.trajectories] for groups in (first, second)]
     assert digests[0] == digests[1] and len(set(digests[0])) == 16
     assert all(t.length == 32 for group in first for t in group.trajectories)
+
+
+def test_trajectories_may_share_routing_and_are_still_told_apart() -> None:
+    settings = InputSettings(rows=8, tokens=32, microbatches=2, layers=3, top_k=4, experts=64, routings=2)
+    made = [t for group in SimulatedSource(settings).groups(0) for t in group.trajectories]
+    assert len({t.digest for t in made}) == 16
+    assert made[0].routing is not None and made[2].routing is not None and made[1].routing is not None
+    assert np.shares_memory(made[0].routing, made[2].routing) and (made[0].routing != made[1].routing).any()
+
+
+def test_a_device_that_keeps_hashes_trains_the_same_and_has_no_bytes_to_show() -> None:
+    views = {"x": np.arange(100_003, dtype=np.int8), "completion_mask": np.ones((2, 8), np.float32)}
+    params = []
+    for keeps in ("copies", "hashes"):
+        engine = make_engine({"keeps": keeps})
+        batch = engine.put(views, {})
+        engine.fwd_bwd(batch)
+        engine.update()
+        assert float(np.asarray(engine.metrics()["denominator"])) == 16.0
+        params.append(np.array(engine.weights()["w"]).tobytes())
+        engine.close()
+    assert params[0] == params[1]
+    with pytest.raises(EngineError, match="x are not kept"):
+        np.asarray(batch["x"])
 
 
 def test_a_slot_is_kept_until_the_paced_upload_has_read_it() -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from shmstage.errors import WaitTimeoutError
-from shmstage.trainer.tokens import TokenWatcher
+from shmstage.trainer.tokens import TokenWatcher, _Watched
 
 DEADLINE_S = 10.0
 
@@ -65,3 +65,24 @@ def test_only_what_is_ready_when_given_overtakes_what_still_waits() -> None:
     watcher.drain(DEADLINE_S)
     assert told == ["ready", "busy"]
     watcher.close()
+
+
+def test_what_is_held_is_watched_when_it_is_let_go_in_its_order() -> None:
+    watcher = TokenWatcher("test", clock_ns=lambda: 7)
+    seen: list[str] = []
+    try:
+        watcher.hold()
+        watcher.watch(jnp.zeros(()), lambda ready_ns, error: seen.append("first"))
+        reached = threading.Event()
+        watcher._waiting.put(_Watched((), lambda ready_ns, error: reached.set()))
+        assert reached.wait(DEADLINE_S) and seen == []  # it would have come before
+        watcher.flush()
+        watcher.watch(jnp.zeros(()), lambda ready_ns, error: seen.append("second"))
+        watcher.drain(DEADLINE_S)  # waits for everything, held or not
+        assert seen == ["first", "second"]
+        watcher.release()
+        watcher.watch(jnp.zeros(()), lambda ready_ns, error: seen.append("third"))
+        watcher.drain(DEADLINE_S)
+        assert seen[2:] == ["third"]
+    finally:
+        watcher.close()

@@ -752,7 +752,7 @@ def test_shutdown_after_a_failure_it_has_to_wait_for_gives_no_digest(monkeypatch
     with rigged(lambda: FailingEngine(ToyEngine(store=MemoryStore()), frozenset({1}))) as rig:
         rig.engine.over.clear()
         rig.call("fwd_bwd", handle=rig.publish(1, 0))
-        drain = rig.worker._completions.drain
+        drain = rig.worker.completions.drain
         with monkeypatch.context() as patch:
             patch.setattr(Completions, "drain", lambda self, timeout_s: (rig.engine.over.set(), drain(timeout_s)))
             assert rig.call("shutdown") == {"param_digest": ""}
@@ -778,3 +778,28 @@ def test_received_commands_are_recorded_refused_ones_too(tmp_path: Path) -> None
     assert records[4] == {**records[3], "command": "fwd_bwd_staged", "defer_update": True}
     assert records[5] == {"command": "get_metrics", "step": 1}
     assert "malformed" in records[6]
+
+
+class HearsBeforeItUpdates:
+    """An engine whose update returns only when the forward pass before it was told to be over."""
+
+    def __init__(self) -> None:
+        self._engine = ToyEngine(store=MemoryStore())
+        self.hear: Callable[[], object] = lambda: None
+
+    def update(self) -> Any:
+        self.hear()
+        return self._engine.update()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def test_what_is_held_is_watched_before_an_update_that_may_block() -> None:
+    with rigged(HearsBeforeItUpdates) as rig:
+        handle = rig.publish(1, 0, final=True)
+        rig.engine.hear = lambda: rig.token("fwd_bwd", handle.request_id)
+        rig.worker.completions.hold()
+        assert rig.call("fwd_bwd", handle=handle)["updated"]
+        rig.worker.completions.release()
+        assert rig.token("update", "update.1").ok

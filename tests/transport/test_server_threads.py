@@ -128,6 +128,74 @@ def test_client_and_server_in_two_threads(server: Server) -> None:
     assert [answers.get() for _ in range(3)][1:] == [{"n": 1}, [1]]
 
 
+def test_executing_thread_receives_for_itself_while_it_has_nothing_to_do(
+    server: Server, channel: ZmqChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_session(server, channel)
+    receiving: list[threading.Thread] = []
+    on_request = server._on_request
+
+    def noted(peer: bytes, request: Request) -> None:
+        receiving.append(threading.current_thread())
+        on_request(peer, request)
+
+    monkeypatch.setattr(server, "_on_request", noted)
+    assert server._receiver.borrow()
+    send(channel, Request(1, 7, 1, "fwd_bwd", {}))
+    while not receiving:
+        server._receiver.step_borrowed(WAIT_S)
+    assert receiving == [threading.current_thread()]
+    server._receiver.give_back(busy=False)
+    running = server.next_request(WAIT_S)  # from here on this thread is in the call
+    assert running is not None and running.command == "fwd_bwd"
+    send(channel, Request(1, 7, 2, "update", {}))
+    send(channel, Ping(1))
+    assert receive(channel) == Pong(1, "fwd_bwd #1", 0)
+    assert receiving[1:] == [server._receiver._thread]
+
+
+def test_error_while_the_executing_thread_receives_is_reported_to_everybody(
+    server: Server, channel: ZmqChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(peer: bytes, frame: bytes) -> None:
+        raise RuntimeError("broken")
+
+    assert server._receiver.borrow()
+    monkeypatch.setattr(server._receiver, "_on_frame", broken)
+    send(channel, Ping(1))
+    with pytest.raises(TransportError, match="has stopped: broken"):
+        while True:
+            server._receiver.step_borrowed(WAIT_S)
+    server._receiver.give_back(busy=False)
+    with pytest.raises(TransportError, match="has stopped: broken"):
+        server.next_request(0.0)
+    with pytest.raises(TransportError, match="has stopped"):
+        server.emit(TokenEvent(0, "fwd_bwd", "0.0@0:2", 0, 0, True, "", {}))
+
+
+def test_wake_ends_a_wait_for_events_and_is_kept_for_the_next_one(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = ZmqChannel.connect(endpoint_for("run", "trainer"))
+    client, wakes = Client(channel), []
+    wake = channel.wake
+    monkeypatch.setattr(channel, "wake", lambda: (wakes.append(1), wake()))
+    try:
+        found: list[object] = []
+        waiting = threading.Thread(target=lambda: found.extend([client.events(4 * WAIT_S), "over"]))
+        waiting.start()
+        while not client._listening:
+            os.sched_yield()
+        client.wake()
+        waiting.join(WAIT_S)
+        assert (found, wakes) == ([[], "over"], [1])
+        client.wake()
+        assert wakes == [1]  # nobody waits: the next to come looks
+        assert client.events(4 * WAIT_S) == []
+    finally:
+        client.close()
+
+
 def test_receiving_thread_that_died_is_reported_to_everybody(
     server: Server, channel: ZmqChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
