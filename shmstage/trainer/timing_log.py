@@ -1,4 +1,9 @@
-"""One ``TRAINER_STEP_TIMING`` line per step in the trainer's log, for tools that read those; off the command path."""
+"""One ``TRAINER_STEP_TIMING`` line per step in the trainer's log, for tools that read those; off the command path.
+
+The shape is the field's: ``TRAINER_STEP_TIMING step=N policy_version=V rtt_s=0.000 timing={"v": 1, "train_step": N, "mb":
+[{"i": 0, "dispatch_begin_ago_s": ..., "dispatch_end_ago_s": ..., "ready_ago_s": ...}], "update": {...}, "prepare": null}``.
+``rtt_s`` is the round trip of asking for it: nobody has to ask, so it is 0. ``policy_version`` is what update N makes.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Mapping
+from typing import Any, final
 
 from shmstage.trainer.timing import StepTiming
 from shmstage.wire.messages import TicketEvent, TokenEvent
@@ -71,4 +76,22 @@ class StepTimingLog:
     def _run(self) -> None:
         while (landed := self._landed.get()) is not None:
             step, timing = landed
-            self._write(f"TRAINER_STEP_TIMING {json.dumps(timing.report(step, self._clock_ns()))}")
+            self._write(timing_line(timing.report(step, self._clock_ns())))
+
+
+def timing_line(report: Mapping[str, Any]) -> str:
+    """Of what ``StepTiming.report`` gives, whose replay is a micro-batch's last time."""
+    step = report["step"]
+    timing = {
+        "v": 1,
+        "train_step": step,
+        "mb": [{"i": work["index"], **_rounded(work)} for work in report["microbatches"]],
+        "update": None if report["update"] is None else _rounded(report["update"]),
+        "prepare": None,
+    }
+    return f"TRAINER_STEP_TIMING step={step} policy_version={step} rtt_s=0.000 timing={json.dumps(timing)}"
+
+
+def _rounded(work: Mapping[str, Any]) -> dict[str, float | None]:
+    names = ("dispatch_begin_ago_s", "dispatch_end_ago_s", "ready_ago_s")
+    return {name: None if work[name] is None else round(work[name], 6) for name in names}

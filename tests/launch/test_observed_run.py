@@ -56,10 +56,10 @@ def test_a_run_is_scraped_profiled_and_timed_while_it_goes_on_and_nothing_is_lef
     trace = b"".join(path.read_bytes() for path in (out / "profile").rglob("*.xplane.pb"))
     for name in ("fwd_bwd 2.0@", "stage 3.0@", "update 3"):
         assert name.encode() in trace, name
-    timed = re.findall(r"TRAINER_STEP_TIMING (\{.*\})$", (out / "trainer.log").read_text(), re.M)
+    timed = re.findall(r"TRAINER_STEP_TIMING .*timing=(\{.*\})$", (out / "trainer.log").read_text(), re.M)
     reports = [json.loads(text) for text in timed]
-    assert [report["step"] for report in reports][: len(lines)] == [line["step"] for line in lines]
+    assert [report["train_step"] for report in reports][: len(lines)] == [line["step"] for line in lines]
     for report in reports:
-        ready = [each["ready_ago_s"] for each in (*report["microbatches"], report["update"])]
+        ready = [each["ready_ago_s"] for each in (*report["mb"], report["update"])]
         assert len(ready) == 4 or report is reports[-1]  # a stop closes the step it finds open
         assert ready == sorted(ready, reverse=True)

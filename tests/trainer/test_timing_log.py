@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from typing import Any
 
@@ -30,8 +31,12 @@ def reports(events: list[Event]) -> list[dict[str, Any]]:
         log(event)
     log.close()
     assert passed == events
-    assert all(line.startswith("TRAINER_STEP_TIMING {") for line in lines)
-    return [json.loads(line.partition(" ")[2]) for line in lines]
+    shape = re.compile(r"TRAINER_STEP_TIMING step=(\d+) policy_version=\1 rtt_s=0\.000 timing=(.*)")
+    found = [shape.fullmatch(line) for line in lines]
+    timings = [json.loads(match[2]) for match in found if match]
+    assert [str(timing["train_step"]) for timing in timings] == [match[1] for match in found if match]
+    assert len(timings) == len(lines) and all(t["v"] == 1 and t["prepare"] is None for t in timings)
+    return timings
 
 
 def test_a_landed_step_is_one_line_with_every_microbatch_and_the_update() -> None:
@@ -39,9 +44,9 @@ def test_a_landed_step_is_one_line_with_every_microbatch_and_the_update() -> Non
     ticket = TicketEvent(0, 1, "metrics", 1, True, {}, "", {})
     events = [staged, work("fwd_bwd", 1, 0, 100, 200), work("fwd_bwd", 1, 1, 150, 300), ticket]
     (report,) = reports([*events, work("update", 1, 0, 160, 400)])
-    assert report["step"] == 1
-    assert [(each["index"], each["dispatch_begin_ago_s"], each["dispatch_end_ago_s"], each["ready_ago_s"])
-            for each in (*report["microbatches"], report["update"])] == [
+    assert report["train_step"] == 1
+    assert [(each.get("i", -1), each["dispatch_begin_ago_s"], each["dispatch_end_ago_s"], each["ready_ago_s"])
+            for each in (*report["mb"], report["update"])] == [
         (0, 0.9, 0.899, 0.8), (1, 0.85, 0.849, 0.7), (-1, 0.84, 0.839, 0.6),
     ]  # fmt: skip
 
@@ -49,20 +54,20 @@ def test_a_landed_step_is_one_line_with_every_microbatch_and_the_update() -> Non
 def test_a_replayed_microbatch_is_ready_when_its_replay_is() -> None:
     events = [work("fwd_bwd", 1, 0, 100, 200), work("replay", 1, 0, 250, 300), work("update", 1, 0, 260, 400)]
     (report,) = reports([*events])
-    assert report["microbatches"][0]["ready_ago_s"] == 0.7
+    assert report["mb"][0]["ready_ago_s"] == 0.7
 
 
 def test_of_a_step_given_up_and_trained_again_only_the_second_attempt_is_told() -> None:
     events = [work("fwd_bwd", 2, 0, 100, 200), work("fwd_bwd", 2, 1, 100, 200), work("fwd_bwd", 2, 0, 300, 400)]
     (report,) = reports([*events, work("update", 2, 0, 310, 500)])
-    assert [each["dispatch_begin_ago_s"] for each in report["microbatches"]] == [0.7]
+    assert [each["dispatch_begin_ago_s"] for each in report["mb"]] == [0.7]
 
 
 def test_each_step_has_its_own_line() -> None:
     events: list[Event] = []
     for step in (1, 2):
         events += [work("fwd_bwd", step, 0, 100 * step, 150), work("update", step, 0, 101 * step, 200)]
-    assert [(report["step"], len(report["microbatches"])) for report in reports(events)] == [(1, 1), (2, 1)]
+    assert [(report["train_step"], len(report["mb"])) for report in reports(events)] == [(1, 1), (2, 1)]
 
 
 def test_a_log_that_cannot_be_written_holds_up_no_event() -> None:
