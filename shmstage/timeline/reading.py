@@ -77,7 +77,7 @@ def _read_file(path: Path, starts: list[ProcessEvents]) -> None:
         elif "schema" in record:
             _begin(path, record, starts)
         elif record.get("event") == "dropped" and starts:
-            starts[-1].dropped += int(record.get("events", 0))
+            _drop(record.get("events"), starts[-1])
         elif starts:
             _add(record, starts[-1])
 
@@ -95,6 +95,13 @@ def _begin(path: Path, head: dict[str, Any], starts: list[ProcessEvents]) -> Non
     same = starts and (starts[-1].pid, starts[-1].start) == (begun.pid, begun.start)
     if not same:  # the same process goes on in a new file
         starts.append(begun)
+
+
+def _drop(events: object, process: ProcessEvents) -> None:
+    if type(events) is int and 0 <= events < 1 << 63:
+        process.dropped += events
+    else:
+        process.unread += 1
 
 
 def _add(record: dict[str, Any], process: ProcessEvents) -> None:

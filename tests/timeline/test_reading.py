@@ -45,7 +45,8 @@ def test_a_killed_writer_leaves_all_whole_lines_readable(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "line",
     ["garbage", '{"t": 1.5, "event": "staged", "lane": "uploads"}', '{"event": "staged", "lane": "uploads"}',
-     '{"t": 9, "end": 3, "event": "staged", "lane": "uploads"}', '{"t": 9, "event": 3, "lane": "uploads"}', "[]"],
+     '{"t": 9, "end": 3, "event": "staged", "lane": "uploads"}', '{"t": 9, "event": 3, "lane": "uploads"}', "[]",
+     *(f'{{"t": 9, "event": "dropped", "events": {number}}}' for number in ('"x"', "null", "[1]", "1e999", "-1"))],
 )  # fmt: skip
 def test_a_damaged_line_is_counted_and_the_others_are_read(tmp_path: Path, line: str) -> None:
     written(tmp_path, 1, 1)
