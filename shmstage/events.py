@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, final
 
+from shmstage.errors import shown
 from shmstage.records import JsonLines
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class EventWriter:
         self._sample = sample
         self._noted: deque[_Noted] = deque()
         self._dropped = 0
+        self._said = False
         self._stopped = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shmstage-events", daemon=True)
@@ -157,7 +159,16 @@ class EventWriter:
         return file, self._path.stat().st_size
 
     def _encoded(self, over: bool) -> str:
-        lines = [_line(self._noted.popleft()) for _ in range(len(self._noted))]
+        lines = []
+        for _ in range(len(self._noted)):
+            noted = self._noted.popleft()
+            try:
+                lines.append(_line(noted))
+            except (KeyError, TypeError, ValueError):  # no event of ``LANES``, no plain figure: it costs no other
+                self._dropped += 1
+                if not self._said:
+                    self._said = True
+                    log.exception("%s: %s is left out, and others like it", self._path, shown(noted, 200))
         if self._dropped and (over or lines):
             lines.append(f'{{"t":{time.monotonic_ns()},"event":"dropped","lane":"counters","events":{self._dropped}}}\n')
             self._dropped = 0

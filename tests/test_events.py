@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from shmstage.events import CAPACITY, EventWriter
 
 
@@ -68,3 +70,15 @@ def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     events.close()
     events.note("retired")
     assert (tmp_path / "events").read_text() == "a file where the folder should be"
+
+
+def test_what_cannot_be_written_costs_no_other_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "trainer.jsonl"
+    events = writer(path)
+    events.note("staged", 5, nbytes=object())  # type: ignore[arg-type]
+    events.note("no such event", 6)
+    events.note("retired", 7)
+    events.close()
+    assert [record.get("event") for record in lines(path)] == [None, "retired", "dropped"]
+    assert lines(path)[-1]["events"] == 2
+    assert caplog.text.count("is left out, and others like it") == 1

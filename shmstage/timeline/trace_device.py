@@ -80,8 +80,8 @@ def boundaries(works: Sequence[DeviceWork], events: Iterable[Event]) -> list[Bou
     busy = [
         (e.t, e.end)
         for e in events
-        if (e.event == "executed" and e.figures.get("command") in BUSY_COMMANDS)
-        or (e.event == "ticketed" and e.figures.get("kind") in BUSY_COMMANDS)
+        if (e.event == "executed" and str(e.figures.get("command")) in BUSY_COMMANDS)
+        or (e.event == "ticketed" and str(e.figures.get("kind")) in BUSY_COMMANDS)
     ]
     microbatch_s = calibrated_microbatch_s(list(_intervals(works)))
     found = []
