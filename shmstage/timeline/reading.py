@@ -34,7 +34,7 @@ class Event:
 class ProcessEvents:
     """One start of one process. Wall time in ns = monotonic + `wall_offset_ns`.
 
-    `dropped`: events that could not be written, or came faster. `beginning_lost`: it made room for newer ones. `unread`:
+    `dropped`: events that could not be written, or came faster. `beginning_lost`: newer ones took its place. `unread`:
     lines that are no events, of a damaged file.
     """
 

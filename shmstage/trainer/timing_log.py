@@ -2,7 +2,7 @@
 
 The shape is the field's: ``TRAINER_STEP_TIMING step=N policy_version=V rtt_s=0.000 timing={...}`` with ``"v": 1``,
 ``"train_step": N``, ``"mb"``: a list of ``{"i", "dispatch_begin_ago_s", "dispatch_end_ago_s", "ready_ago_s"}``,
-``"update"``: the same three, and ``"prepare": null``. ``rtt_s`` is the round trip of asking for it: nobody has to ask, so
+``"update"``: the same three, ``"prepare": null``. ``rtt_s`` is the round trip of asking for it: nobody has to ask, so
 it is 0. ``policy_version`` is what update N makes.
 """
 
