@@ -20,38 +20,41 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, final
+from typing import Final, Protocol, final
 
 from shmstage.records import JsonLines
+from shmstage.settings import Settings
 
 log = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
+#: of OUT
+FOLDER: Final = "events"
 
 #: event → its lane. A span's name says what was over at its end.
 LANES: Final[dict[str, str]] = {
     # the orchestrator's
-    "group_arrived": "source",  # trajectories, nbytes
+    "group_arrived": "source",  # before it waits for room; trajectories, nbytes
     "data_wait": "source",  # span: the feeder had nothing to pack
     "slot_acquired": "packer",  # span: asked for → got; slot
     "packed": "packer",  # span: fill began → filled; slot, nbytes, tokens
-    "published": "packer",  # slot, generation
+    "published": "packer",  # slot, generation, digest
     "called": "control",  # span: sent → answered; command, sequence
     "bookkept": "bookkeeping",  # span: step metrics, step line, hooks
     "gauged": "counters",  # free_slots, held_nbytes, queued
     # the trainer's
-    "received": "trainer",  # the request came to the executing thread; command, sequence
+    "received": "trainer",  # the executing thread took the request; command, sequence
     "executed": "trainer",  # span: begun → answered; command, sequence
     "staged": "uploads",  # span: upload issued → on the device; nbytes
     "patched": "uploads",  # span: late fields issued → on the device
-    "lease_ended": "slots",  # slot, generation
+    "lease_ended": "slots",  # slot, generation; of evaluated micro-batches nothing else
     "dispatched": "dispatch",  # span: dispatch began → call returned; kind = fwd_bwd, replay or update
-    "ready": "device",  # kind = fwd_bwd or replay
+    "ready": "device",  # kind = fwd_bwd or replay; error, if it failed
     "settled": "device",
-    "scored": "device",  # span: began → done; kind = actor, reference or eval
+    "scored": "device",  # span: asked for → in host memory; kind = actor, reference or eval
     "retired": "device",  # buffer
-    "landed": "update",
-    "ticketed": "snapshots",  # span: asked for → resolved; kind = metrics, checkpoint or weights
+    "landed": "update",  # error, if it failed
+    "ticketed": "snapshots",  # span: asked for → resolved; kind = metrics, checkpoint or weights; error, if it failed
     "checkpoint_durable": "snapshots",
     "weights_published": "snapshots",  # version
     # both
@@ -65,6 +68,23 @@ SAMPLE_EVERY_S: Final = 1.0
 
 Figure = int | float | str
 _Noted = tuple[str, int, int, int, int, str, dict[str, Figure]]
+
+
+class Events(Protocol):
+    """Where events are noted: from any thread, at the cost of an append. ``t`` 0 is now; ``end`` 0: an instant."""
+
+    def note(
+        self,
+        event: str,
+        t: int = 0,
+        end: int = 0,
+        *,
+        step: int = -1,
+        index: int = -1,
+        request_id: str = "",
+        **figures: Figure,
+    ) -> None: ...
+    def close(self) -> None: ...
 
 
 @final
@@ -179,11 +199,35 @@ def _line(noted: _Noted) -> str:
     return ",".join(parts) + "}\n"
 
 
+@final
 class NoEvents:
     """Stands where events are switched off."""
 
-    def note(self, event: str, t: int = 0, end: int = 0, **figures: Figure) -> None:
+    def note(
+        self,
+        event: str,
+        t: int = 0,
+        end: int = 0,
+        *,
+        step: int = -1,
+        index: int = -1,
+        request_id: str = "",
+        **figures: Figure,
+    ) -> None:
         return
 
     def close(self) -> None:
         return
+
+
+NO_EVENTS: Final = NoEvents()
+
+
+def open_events(settings: Settings, process: str, start: int, sample: Callable[[], dict[str, Figure]]) -> Events:
+    """The writer of ``OUT/events/PROCESS.jsonl``, or nothing where events are off."""
+    if settings.events == "off":
+        return NO_EVENTS
+    return EventWriter(
+        settings.out_dir / FOLDER / f"{process}.jsonl", process=process, run=settings.run, start=start,
+        limit_nbytes=settings.events_limit, sample=sample,
+    )  # fmt: skip
