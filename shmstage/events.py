@@ -203,8 +203,8 @@ def _line(noted: _Noted) -> str:
     if request_id:
         text += f',"id":{quoted(request_id)}'
     for name, figure in figures.items():
-        kind = type(figure)
-        text += f',"{name}":{figure if kind is int else quoted(figure) if kind is str else json.dumps(figure)}'
+        value = figure if type(figure) is int else quoted(figure) if type(figure) is str else json.dumps(figure)
+        text += f',"{name}":{value}'
     return text + "}\n"
 
 
