@@ -162,7 +162,7 @@ def test_an_arm_that_ends_in_an_error_is_a_problem_and_the_others_are_kept(
 
     monkeypatch.setattr(boundary, "measured", measured)
     rig = SimpleNamespace(source=INPUT, payload_nbytes=payload_nbytes)
-    args = SimpleNamespace(variants=["plain"], microbatches=[PER_STEP], steps=STEPS, rounds=1)
+    args = SimpleNamespace(events=None, variants=["plain"], microbatches=[PER_STEP], steps=STEPS, rounds=1)
     found = boundary.measure(rig, {"A0": "grpc", "A3": "shm"}, args, tmp_path)
     assert list(found["figures"]) == ["A0 plain 2"]
     assert found["problems"] == ["plain, 2 per step, round 1 of 1: A3: RunFailedError: seeded"]
