@@ -64,7 +64,7 @@ LANES: Final[dict[str, str]] = {
 
 #: events that wait to be written; more are dropped and counted
 CAPACITY: Final = 1 << 16
-WRITE_EVERY_S: Final = 0.1
+WRITE_EVERY_S: Final = 0.25
 SAMPLE_EVERY_S: Final = 1.0
 
 Figure = int | float | str
@@ -90,9 +90,9 @@ class Events(Protocol):
 
 @final
 class EventWriter:
-    """Notes events from any thread and writes them from one of its own, ten times a second.
+    """Notes events from any thread and writes them from one of its own, four times a second.
 
-    Nothing here raises into the caller or waits for a disk. A killed process loses what it noted in the last tenth of a
+    Nothing here raises into the caller or waits for a disk. A killed process loses what it noted in the last quarter of a
     second; a torn last line is cut off by the next start and left out by readers. At half of `limit_nbytes` the file is
     renamed to `NAME.old.jsonl`, over the one before it: the newest events are kept, at least half of the limit's worth.
     """
