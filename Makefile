@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: run venv test test-fast lint mutants native-sanitize soak bench bench-full bench-packages clean
+.PHONY: run venv test test-fast browser lint mutants native-sanitize soak bench bench-full bench-packages clean
 
 # `make` alone does the main job: train the demo with staging on.
 run: venv
@@ -24,6 +24,13 @@ test: venv
 
 test-fast: venv
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow'
+
+# Chromium, for the tests of the report page and the trace; as root, from the distribution (else they are skipped)
+browser:
+	command -v chromium >/dev/null || for try in 1 2 3; do \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null && break; \
+	done
+	command -v chromium >/dev/null
 
 lint: venv
 	$(BIN)/ruff check shmstage tests bench examples native setup.py

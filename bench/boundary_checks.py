@@ -23,7 +23,7 @@ Record = Mapping[str, Any]
 def contents_of(source: InputSettings) -> list[tuple[int, float]]:
     """Hash and loss denominator of each different micro-batch, packed here into memory of our own."""
     packed = PackedInput(source)
-    buffer = aligned_buffer(packed.layout.payload_nbytes)
+    buffer = aligned_buffer(packed.layout.nbytes)
     found = []
     for _ in range(source.microbatches):
         packed.pack_into(buffer)

@@ -173,7 +173,7 @@ def serve(settings: dict[str, Any]) -> None:
     def send(requests: Iterator[bytes], context: Any) -> bytes:
         said = json.loads(next(requests))
         layout = Layout.from_wire(said["layout"])
-        buffer = receiving.take(layout.payload_nbytes)
+        buffer = receiving.take(layout.nbytes)
         at, target = 0, memoryview(buffer)
         for piece in requests:
             target[at : at + len(piece)] = piece
@@ -210,7 +210,7 @@ class Packer:
 
     def __init__(self, settings: InputSettings, buffers: int) -> None:
         self.input = PackedInput(settings)
-        self._buffers = cycle([aligned_buffer(self.input.layout.payload_nbytes) for _ in range(buffers)])
+        self._buffers = cycle([aligned_buffer(self.input.layout.nbytes) for _ in range(buffers)])
 
     def pack(self) -> np.ndarray[Any, Any]:
         buffer = next(self._buffers)
@@ -245,8 +245,8 @@ class Client:
     def _pieces(self, buffer: np.ndarray[Any, Any], command: str, arguments: dict[str, Any]) -> Iterator[bytes]:
         yield _said(command, arguments, layout=self._layout.to_wire(), sent_ns=time.monotonic_ns())
         whole = memoryview(buffer)
-        for start in range(0, self._layout.payload_nbytes, PIECE_NBYTES):
-            yield bytes(whole[start : min(start + PIECE_NBYTES, self._layout.payload_nbytes)])
+        for start in range(0, self._layout.nbytes, PIECE_NBYTES):
+            yield bytes(whole[start : min(start + PIECE_NBYTES, self._layout.nbytes)])
 
     def close(self) -> None:
         self._channel.close()

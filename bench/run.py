@@ -42,8 +42,11 @@ def _quick(name: str, arguments: str = "") -> Script:
 
 SUITES = {
     "quick": [
-        _quick("boundary", "--microbatches 3 --arms \"A0,A0',A2,A3\" --variants plain,saved,settling --rounds 1"),
-        _quick("handoff", "--sizes 1KB,64MB,1GB"),
+        _quick(
+            "boundary",
+            "--microbatches 3 --arms \"A0,A0',A2,A3\" --serial-over stream --variants plain,saved,settling --rounds 1",
+        ),
+        _quick("handoff", "--sizes 1KB,64MB,1GB --rounds 1"),
         _quick("pack", "--rounds 7"),
         _quick("memory", "--payload 256MB --arms optax,simulated,streamed --steps 6"),
         _quick("overhead", "--rounds 1 --steps 80"),

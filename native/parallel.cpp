@@ -19,6 +19,12 @@ constexpr std::uint64_t kPartNbytes = std::uint64_t{1} << 20;
 constexpr std::uint64_t kStreamingNbytes = std::uint64_t{16} << 20;
 constexpr std::uint64_t kMostThreads = 8;  ///< memory bandwidth is exhausted by then
 
+/// Asked once: the answer is read from a file of the kernel's.
+std::uint64_t cores() {
+    static const std::uint64_t found = std::thread::hardware_concurrency();
+    return found;
+}
+
 }  // namespace
 
 void Work::add(std::uint64_t positions, std::uint64_t nbytes, std::function<void(const Part&)> write) {
@@ -35,7 +41,7 @@ void Work::run(unsigned threads) const {
     const bool streaming = total_nbytes_ >= kStreamingNbytes;
     std::uint64_t wanted = std::min<std::uint64_t>(threads, kMostThreads);
     if (threads == 0) {
-        wanted = std::min<std::uint64_t>(std::thread::hardware_concurrency(), total_nbytes_ / kThreadNbytes);
+        wanted = std::min<std::uint64_t>(cores(), total_nbytes_ / kThreadNbytes);
         wanted = std::min(wanted, kMostThreads);
     }
     std::vector<Task> tasks;

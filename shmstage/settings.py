@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -115,6 +115,16 @@ class Settings(BaseModel):
         256_000_000, ge=100_000, le=MAX_COUNT, description="most bytes of events per process; the newest are kept"
     )
 
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | Literal["off"] = Field(
+        "off", description="port of Prometheus metrics while the run goes on; 0: any free one, said in run.json"
+    )
+    metrics_host: str = Field("127.0.0.1", min_length=1, description="address that metrics_port is opened on")
+    profile_steps: str = Field(
+        "", pattern=r"^([1-9]\d{0,14}:[1-9]\d{0,14})?$",
+        description="steps that JAX profiles into OUT/profile, as FROM:TO, both included",
+    )  # fmt: skip
+    step_timing_log: bool = Field(False, description="one TRAINER_STEP_TIMING line per step in OUT/trainer.log")
+
     stage_wait_s: float | None = Field(
         None,
         gt=0,
@@ -156,6 +166,8 @@ class Settings(BaseModel):
             raise SettingsError(f"eval_every = {self.eval_every} needs an eval_bundle to evaluate on")
         if self.eval_every and not self.aux_slots:
             raise SettingsError(f"eval_every = {self.eval_every} needs aux_slots of at least 1; aux_slots = 0")
+        if self.profile_range is not None and self.profile_range[0] > self.profile_range[1]:
+            raise SettingsError(f"profile_steps = {self.profile_steps} ends before it begins; give FROM:TO")
         return self
 
     @property
@@ -164,6 +176,12 @@ class Settings(BaseModel):
         if self.steps is None and self.passes is None:
             return DEFAULT_STEPS
         return self.steps
+
+    @property
+    def profile_range(self) -> tuple[int, int] | None:
+        """First and last step to profile."""
+        first, _, last = self.profile_steps.partition(":")
+        return (int(first), int(last)) if last else None
 
     @property
     def out_dir(self) -> Path:

@@ -34,6 +34,7 @@ DOORS = {
     "zmq": ("transport/",),
     "psutil": ("memory/",),
     "ray": ("launch/",),
+    "prometheus_client": ("launch/",),
     "jax": ("trainer/", "adapters/", "demo/", "testing/engines"),
     "jaxlib": ("trainer/", "adapters/", "demo/", "testing/engines"),
     "optax": ("trainer/", "adapters/", "demo/", "testing/engines"),

@@ -169,3 +169,28 @@ def test_the_hooks_table_names_its_factory_and_holds_its_settings(tmp_path: Path
     file.write_text('[hooks]\nfactory = "m:make"\nurl = "x"\n')
     settings = resolve({}, {}, file).settings
     assert (settings.hooks, settings.hooks_settings) == ("m:make", {"url": "x"})
+
+
+@pytest.mark.parametrize(("given", "port"), [("off", "off"), ("0", 0), ("9100", 9100), (9100, 9100)])
+def test_metrics_are_off_or_have_a_port_and_0_is_a_port(given: object, port: object) -> None:
+    assert resolve({"metrics_port": given}, {}).settings.metrics_port == port
+    assert resolve({}, {}).settings.metrics_port == "off"
+    assert Settings.model_validate_json(Settings(metrics_port=port).model_dump_json()).metrics_port == port  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("port", ["65536", "-1", "http"])
+def test_what_is_no_port_is_refused(port: str) -> None:
+    with pytest.raises(SettingsError, match=rf"metrics_port = '{port}' \(\$SHMSTAGE_METRICS_PORT\): must be"):
+        resolve({}, {"SHMSTAGE_METRICS_PORT": port})
+
+
+def test_steps_to_profile_are_a_first_and_a_last_one() -> None:
+    assert resolve({"profile_steps": "3:5"}, {}).settings.profile_range == (3, 5)
+    assert resolve({"profile_steps": "7:7"}, {}).settings.profile_range == (7, 7)
+    assert resolve({}, {}).settings.profile_range is None
+
+
+@pytest.mark.parametrize("steps", ["5:3", "0:3", "3", "3:", "a:b", "3:5:7", "-1:2", "1:2\n"])
+def test_what_is_no_range_of_steps_is_refused(steps: str) -> None:
+    with pytest.raises(SettingsError, match="profile_steps = "):
+        resolve({"profile_steps": steps}, {})

@@ -32,7 +32,11 @@ LAUNCHER = "launcher"
 STALE_ON_FRESH_START = (
     "steps.jsonl", "trainer_calls.jsonl", *(f"{role}.log" for role in ROLES), "weights.json", "hooks.jsonl",
 )  # fmt: skip
+<<<<<<< HEAD
 STALE_DIRECTORIES = ("state", EVENTS)
+=======
+STALE_DIRECTORIES = ("state", "profile")
+>>>>>>> origin/main
 FILES = (
     *STALE_ON_FRESH_START, "run.json", "summary.json", BEGUN, *(f"{role}.failure.json" for role in (LAUNCHER, *ROLES)),
 )  # fmt: skip
@@ -93,6 +97,13 @@ def run_file(out: Path) -> dict[str, Any]:
     if type(settings) is not dict:
         raise SettingsError(f"{path}: settings is {shown(settings)}, want an object; choose another --out")
     return settings
+
+
+def newest_checkpoint(out: Path) -> int | None:
+    """The highest step that has a complete checkpoint under its final name in ``out``; ``None`` without any."""
+    with contextlib.suppress(OSError):
+        return max((int(e.name) for e in (out / "checkpoints").iterdir() if e.name.isdecimal()), default=None)
+    return None
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from shmstage.errors import (
     TrainerError,
 )
 from shmstage.launch.keeper import ROLES, ChildProcess, Keeper
+from shmstage.launch.metrics_server import Metrics, serving
 from shmstage.launch.processes import Child
 from shmstage.launch.run_directory import LAUNCHER, claimed
 from shmstage.launch.step_follower import StepFollower
@@ -51,10 +52,11 @@ def run(settings: Settings, progress: Progress, say: Callable[[str], None] = lam
     ``SettingsError``, ``BudgetError`` and the like for bad input, ``RunFailedError``, ``PeerLostError``,
     ``StoppedError``. No child and no pool outlives the call.
     """
-    with _only_one(settings.run), claimed(settings) as out, _stop_signals() as stop:
+    with _only_one(settings.run), serving(settings, say) as metrics, claimed(settings) as out, _stop_signals() as stop:
+        metrics.begin()
         check_before_start(settings)  # what an earlier start of the run left is gone by now
         began = time.monotonic()
-        host = _Host(settings, out, say)
+        host = _Host(settings, out, say, metrics)
         keeper = Keeper(
             host, max_restarts=settings.max_restarts, backoff_s=settings.restart_backoff_s,
             grace_s=settings.stop_grace_s, clock=time.monotonic,
@@ -65,6 +67,7 @@ def run(settings: Settings, progress: Progress, say: Callable[[str], None] = lam
             while not keeper.look():
                 stop.check()
                 progress.poll()
+                metrics.poll()
                 _wait_for_any(keeper.children)
             failure = failure_of(out, keeper.children, keeper.failure)
         except StoppedError as stopped:
@@ -89,8 +92,9 @@ def run(settings: Settings, progress: Progress, say: Callable[[str], None] = lam
 class _Host:
     """What the keeper acts on: real processes, real files."""
 
-    def __init__(self, settings: Settings, out: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, out: Path, say: Callable[[str], None], metrics: Metrics) -> None:
         self._settings = settings
+        self._metrics = metrics
         self._out = out
         self._follower = StepFollower(out / "steps.jsonl")
         self._reached = 0
@@ -128,6 +132,7 @@ class _Host:
         return self._reached
 
     def changed(self, keeper: Keeper) -> None:
+        self._metrics.children(keeper.pids, keeper.epoch, keeper.restarts)
         try:
             self._write_run_file(keeper.pids, keeper.epoch, keeper.restarts)
         except OSError as error:  # a full disk ends nothing that can go on without it
@@ -139,6 +144,7 @@ class _Host:
             "epoch": epoch,
             "pids": {"launcher": os.getpid(), **pids},
             "restarts": dict(restarts),
+            "metrics": self._metrics.address,
             "settings": json.loads(self._settings.model_dump_json()),
         }
         write_json(self._out / "run.json", record, mode=0o600)  # settings of plug-ins may be nobody else's business

@@ -74,7 +74,7 @@ def format_nbytes(nbytes: int) -> str:
     """Decimal units, three digits: 5.15 GB."""
     value = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(value) < 1000:
+        if abs(value) < 999.5 or (unit == "B" and abs(value) < 1000):  # three digits of more are a thousand
             return f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.4g} TB"

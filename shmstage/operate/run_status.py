@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shmstage.errors import SettingsError
-from shmstage.launch.run_directory import LAUNCHER, ROLES, find_run
+from shmstage.launch.run_directory import LAUNCHER, ROLES, find_run, newest_checkpoint
 from shmstage.memory.inspect import (
     PoolSnapshot,
     ProcessSnapshot,
@@ -104,7 +104,7 @@ def _status(out: Path) -> RunStatus:
         progress = read_progress(out / "steps.jsonl")
     except OSError as error:
         odd.append(f"steps.jsonl cannot be read: {error.strerror}")
-    checkpoint = _newest_checkpoint(out)
+    checkpoint = newest_checkpoint(out)
     verdict = NAMELESS if not run else judge(
         processes, pools, finished=(out / "summary.json").exists(), failures=failures, has_steps=progress is not None,
         out=str(out.absolute()), checkpoint=checkpoint,
@@ -214,12 +214,6 @@ def _failures(out: Path) -> tuple[dict[str, str], list[str]]:
         if error is not None:
             found[role] = printable(f"{type(error).__name__}: {error}")
     return found, odd
-
-
-def _newest_checkpoint(out: Path) -> int | None:
-    with contextlib.suppress(OSError):
-        return max((int(e.name) for e in (out / "checkpoints").iterdir() if e.name.isdecimal()), default=None)
-    return None
 
 
 def _run_of(out: Path) -> str:

@@ -20,14 +20,18 @@ from shmstage.memory.usage import own_use
 from shmstage.settings import Settings
 from shmstage.trainer.attachment import Attachment
 from shmstage.trainer.load import load_engine
+from shmstage.trainer.profile import ProfiledEngine
+from shmstage.trainer.timing_log import StepTimingLog
 from shmstage.trainer.worker import Worker
 from shmstage.transport.endpoints import endpoint_for
 from shmstage.transport.server import Pending, Server
 from shmstage.transport.zmq import ZmqServerChannel
 from shmstage.wire.handles import named_by
-from shmstage.wire.messages import PROTOCOL_VERSION, Hello, Welcome
+from shmstage.wire.messages import PROTOCOL_VERSION, Hello, TicketEvent, TokenEvent, Welcome
 
 log = logging.getLogger("shmstage.trainer")
+
+Emit = Callable[[TokenEvent | TicketEvent], None]
 
 #: longest the loop sits without looking whether it has to stop, in seconds
 POLL_S = 0.1
@@ -48,6 +52,8 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
         stack.callback(identity.close)
         sweep(settings.run)
         engine = load_engine(settings.engine, settings.engine_settings, settings.out_dir / "checkpoints")
+        if settings.profile_range is not None:
+            engine = ProfiledEngine(engine, settings.out_dir / "profile", *settings.profile_range)
         if lifeline.stop_requested():
             return  # the launcher has gone while this was being imported; another one may have come
         server = Server(ZmqServerChannel.bind(endpoint_for(settings.run, "trainer")), incarnation=_new_incarnation())
@@ -57,9 +63,13 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
         stack.callback(events.close)
         ending = _Ending(lifeline, settings.stop_grace_s)
         stack.callback(ending.close)
+        emit: Emit = server.emit
+        if settings.step_timing_log:
+            emit = timing_log = StepTimingLog(server.emit)
+            stack.callback(timing_log.close)
         worker = Worker(
             engine,
-            emit=server.emit,
+            emit=emit,
             device_buffers=settings.device_buffers,
             verify=settings.verify,
             calls_path=settings.out_dir / "trainer_calls.jsonl",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import jax
@@ -132,6 +133,12 @@ class OptionalMethods(Protocol):
 
     def eval_step(self, batch: Batch) -> Mapping[str, jax.Array]:
         """Dispatch an evaluation of one micro-batch: named scalars."""
+
+    def annotate(self, what: str, step: int, request_id: str) -> AbstractContextManager[object]:
+        """A range for profilers around what the command thread does for one micro-batch, entered at once.
+
+        ``what`` is ``"stage"`` (upload issued, on CPU: copied), ``"fwd_bwd"`` or ``"update"`` (dispatched).
+        """
 
     def close(self) -> None:
         """Give up threads and files."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -49,3 +50,17 @@ def constrained(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     """The same array, lying as ``sharding`` says; inside a program."""
     placed: jax.Array = jax.lax.with_sharding_constraint(array, sharding)  # type: ignore[no-untyped-call]
     return placed
+
+
+def start_profile(directory: Path) -> None:
+    """Traces device work and annotations; Python's own calls too only where JAX cannot leave them out: they cost."""
+    options: dict[str, Any] = {}
+    if hasattr(jax.profiler, "ProfileOptions"):
+        options["profiler_options"] = jax.profiler.ProfileOptions()
+        options["profiler_options"].python_tracer_level = 0
+    jax.profiler.start_trace(str(directory), **options)
+
+
+def stop_profile() -> None:
+    """Writes the files; seconds for a long profile."""
+    jax.profiler.stop_trace()  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -22,6 +22,9 @@ from shmstage.trainer.digests import decoded_digest
 from shmstage.trainer.engine import TrainEngine
 from shmstage.trainer.gate import Gate
 from shmstage.trainer.snapshots import Snapshots
+
+#: (what, step, request id) → a range around it, for profiles
+Annotate = Callable[[str, int, str], AbstractContextManager[object]]
 
 
 @dataclass(slots=True)
@@ -62,6 +65,7 @@ class Stepper:
     ) -> None:
         self._engine = engine
         self._settle: Callable[[int], Mapping[int, jax.Array] | None] | None = getattr(engine, "settle", None)
+        self._annotate: Annotate = getattr(engine, "annotate", lambda what, step, request_id: nullcontext())
         self._gate = gate
         self._buffers = buffers
         self._completions = completions
@@ -184,7 +188,8 @@ class Stepper:
         nbytes = self.attachment.layout(handle.layout_id).payload_nbytes
         report = self._completions.upload_reporter(handle, "staged", begin_ns, nbytes)
         try:
-            batch = self._buffers.upload(lease, shardings, report, keep_lease=keep_lease)
+            with self._annotate("stage", handle.step, handle.request_id):
+                batch = self._buffers.upload(lease, shardings, report, keep_lease=keep_lease)
         except BaseException:
             self._completions.health.upload_over(handle.step, "")
             raise
@@ -197,7 +202,10 @@ class Stepper:
         self._completions.flush()  # the call may block
         begin_ns = self._clock_ns()
         try:
-            with self._failing(f"fwd_bwd of {handle.request_id}"):
+            with (
+                self._failing(f"fwd_bwd of {handle.request_id}"),
+                self._annotate("fwd_bwd", handle.step, handle.request_id),
+            ):
                 token = self._engine.fwd_bwd(batch.take())
         except BaseException:
             on_over()
@@ -229,7 +237,8 @@ class Stepper:
         with self._failing(f"update {step}"):
             self._settle_all_but(0)
             begin_ns = self._clock_ns()  # after the flag of the last one was waited for
-            token = self._engine.update()
+            with self._annotate("update", step, str(step)):
+                token = self._engine.update()
         self._completions.dispatched("update", (f"update.{step}", step, 0), token, begin_ns, self._clock_ns())
         self._gate.updated()
         self._trained = 0

@@ -118,8 +118,9 @@ def test_a_budget_of_no_limits_is_not_silently_everything() -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (5_150_000_000, "5.15 GB"), (15_450_000_000, "15.4 GB"), (3 << 40, "3.299 TB")],
-)
+    [(0, "0 B"), (999, "999 B"), (5_150_000_000, "5.15 GB"), (999_400_000, "999 MB"), (999_600_000, "1 GB"),
+     (15_450_000_000, "15.4 GB"), (3 << 40, "3.299 TB")],
+)  # fmt: skip
 def test_bytes_are_written_in_decimal_units(nbytes: int, text: str) -> None:
     """L3"""
     assert format_nbytes(nbytes) == text
