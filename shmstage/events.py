@@ -92,8 +92,8 @@ class Events(Protocol):
 class EventWriter:
     """Notes events from any thread and writes them from one of its own, four times a second.
 
-    Nothing here raises into the caller or waits for a disk. A killed process loses what it noted in the last quarter of a
-    second; a torn last line is cut off by the next start and left out by readers. At half of `limit_nbytes` the file is
+    Nothing here raises into the caller or waits for a disk. A killed process loses what it noted in the last quarter
+    of a second; a torn last line is cut off by the next start and left out by readers. At half of `limit_nbytes` the file is
     renamed to `NAME.old.jsonl`, over the one before it: the newest events are kept, at least half of the limit's worth.
     """
 

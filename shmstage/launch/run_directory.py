@@ -32,11 +32,7 @@ LAUNCHER = "launcher"
 STALE_ON_FRESH_START = (
     "steps.jsonl", "trainer_calls.jsonl", *(f"{role}.log" for role in ROLES), "weights.json", "hooks.jsonl",
 )  # fmt: skip
-<<<<<<< HEAD
-STALE_DIRECTORIES = ("state", EVENTS)
-=======
-STALE_DIRECTORIES = ("state", "profile")
->>>>>>> origin/main
+STALE_DIRECTORIES = ("state", EVENTS, "profile")
 FILES = (
     *STALE_ON_FRESH_START, "run.json", "summary.json", BEGUN, *(f"{role}.failure.json" for role in (LAUNCHER, *ROLES)),
 )  # fmt: skip
