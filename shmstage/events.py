@@ -65,6 +65,8 @@ LANES: Final[dict[str, str]] = {
 #: events that wait to be written; more are dropped and counted
 CAPACITY: Final = 1 << 16
 WRITE_EVERY_S: Final = 0.25
+#: lines made before others may have the interpreter: a stamp must not be late for them
+AT_ONCE: Final = 256
 SAMPLE_EVERY_S: Final = 1.0
 
 Figure = int | float | str
@@ -93,8 +95,9 @@ class EventWriter:
     """Notes events from any thread and writes them from one of its own, four times a second.
 
     Nothing here raises into the caller or waits for a disk. A killed process loses what it noted in the last quarter
-    of a second; a torn last line is cut off by the next start and left out by readers. At half of `limit_nbytes` the file is
-    renamed to `NAME.old.jsonl`, over the one before it: the newest events are kept, at least half of the limit's worth.
+    of a second; a torn last line is cut off by the next start and left out by readers. At half of `limit_nbytes` the
+    file is renamed to `NAME.old.jsonl`, over the one before it: the newest events are kept, at least half of the
+    limit's worth.
     """
 
     def __init__(
@@ -178,8 +181,13 @@ class EventWriter:
         return file, self._path.stat().st_size
 
     def _encoded(self, over: bool) -> str:
-        # natively, for others wait meanwhile: a tenth of the time that it takes here
-        lines = _native.event_lines([self._noted.popleft() for _ in range(len(self._noted))], _NAMED, json.dumps)
+        lines = ""
+        left = len(self._noted)
+        while left:
+            count = min(left, AT_ONCE)
+            lines += _native.event_lines([self._noted.popleft() for _ in range(count)], _NAMED, json.dumps)
+            left -= count
+            time.sleep(0)
         if self._dropped and (over or lines):
             lines += f'{{"t":{time.monotonic_ns()},"event":"dropped","lane":"counters","events":{self._dropped}}}\n'
             self._dropped = 0
