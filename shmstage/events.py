@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final, Protocol, final
 
 from shmstage import _native
+from shmstage.errors import shown
 from shmstage.records import JsonLines
 from shmstage.settings import Settings
 
@@ -117,6 +118,7 @@ class EventWriter:
         self._sample = sample
         self._noted: deque[_Noted] = deque()
         self._dropped = 0
+        self._said = False
         self._stopped = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shmstage-events", daemon=True)
@@ -185,13 +187,26 @@ class EventWriter:
         left = len(self._noted)
         while left:
             count = min(left, AT_ONCE)
-            lines += _native.event_lines([self._noted.popleft() for _ in range(count)], _NAMED, json.dumps)
+            lines += self._lines([self._noted.popleft() for _ in range(count)])
             left -= count
             time.sleep(0)
         if self._dropped and (over or lines):
             lines += f'{{"t":{time.monotonic_ns()},"event":"dropped","lane":"counters","events":{self._dropped}}}\n'
             self._dropped = 0
         return lines
+
+    def _lines(self, noted: list[_Noted]) -> str:
+        try:
+            return _native.event_lines(noted, _NAMED, json.dumps)
+        # no event of ``LANES``, no plain figure, no number of 64 bits: it costs no other
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            if len(noted) > 1:
+                return "".join(self._lines([one]) for one in noted)
+            self._dropped += 1
+            if not self._said:
+                self._said = True
+                log.exception("%s: %s is left out, and others like it", self._path, shown(noted[0], 200))
+            return ""
 
 
 _NAMED: Final = {event: f'"event":"{event}","lane":"{lane}"' for event, lane in LANES.items()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from shmstage.events import CAPACITY, EventWriter
 
 
@@ -46,15 +48,6 @@ def test_whatever_a_figure_or_an_identity_is_it_comes_back(tmp_path: Path) -> No
     assert [record.get("id", "") for record in found] == [f if isinstance(f, str) else "" for f in ODD]
 
 
-def test_an_event_without_a_lane_ends_the_writing_and_nothing_else(tmp_path: Path) -> None:
-    events = writer(tmp_path / "trainer.jsonl")
-    events.note("retired")
-    events.note("unheard_of")
-    events.close()
-    events.note("retired")
-    assert [record.get("schema") for record in lines(tmp_path / "trainer.jsonl")] == [1]
-
-
 def test_a_start_after_a_kill_cuts_the_torn_line_and_adds_a_head_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "trainer.jsonl"
     path.write_text('{"schema":1}\n{"t":5,"eve')
@@ -94,3 +87,15 @@ def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     events.close()
     events.note("retired")
     assert (tmp_path / "events").read_text() == "a file where the folder should be"
+
+
+def test_what_cannot_be_written_costs_no_other_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "trainer.jsonl"
+    events = writer(path)
+    events.note("staged", 5, nbytes=object())  # type: ignore[arg-type]
+    events.note("no such event", 6)
+    events.note("retired", 7)
+    events.close()
+    assert [record.get("event") for record in lines(path)] == [None, "retired", "dropped"]
+    assert lines(path)[-1]["events"] == 2
+    assert caplog.text.count("is left out, and others like it") == 1

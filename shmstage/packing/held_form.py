@@ -26,8 +26,9 @@ class HeldForm:
     def of(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory in this form, with the same digest. Raises ``TrajectoryError`` as ``check_experts``."""
         routing = trajectory.routing
-        if isinstance(routing, HeldRouting) and routing.bits == self._bits:
-            return trajectory  # as a bundle has it from the second pass on: checked when it was packed
+        # as a bundle has it from the second pass on, checked when it was packed; not what was packed for more experts
+        if isinstance(routing, HeldRouting) and routing.bits == self._bits and trajectory.experts <= self.experts:
+            return trajectory
         check_experts(trajectory, self.experts)
         if self.encoding != "ragged_packed" or routing is None or not self.experts:
             return trajectory

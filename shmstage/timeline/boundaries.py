@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from shmstage.timeline.idle import (
     CALIBRATION_SAMPLES,
@@ -116,13 +116,18 @@ def step_of_line(line: Mapping[str, Any]) -> StepInstants | None:
     for column, name in _COLUMNS.items():
         values = instants.get(column)
         for index, value in enumerate(values if isinstance(values, list) else ()):
-            if type(value) is int:
+            if _is_instant(value):
                 micro = step.microbatches.setdefault(index, MicrobatchInstants(step.step, index))
                 setattr(micro, name, value)
     dispatched, landed = instants.get("update_dispatched"), instants.get("update_landed")
-    step.update_dispatched = dispatched if type(dispatched) is int else 0
-    step.update_landed = landed if type(landed) is int else 0
+    step.update_dispatched = dispatched if _is_instant(dispatched) else 0
+    step.update_landed = landed if _is_instant(landed) else 0
     return step if step.microbatches else None
+
+
+def _is_instant(value: object) -> TypeGuard[int]:
+    """As ``reading`` takes them: what is larger is of a damaged line."""
+    return type(value) is int and abs(value) < 1 << 63
 
 
 def attempts_of_steps(steps: Iterable[tuple[int, StepInstants]]) -> list[Attempt]:

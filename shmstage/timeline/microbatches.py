@@ -179,7 +179,7 @@ def _attempt(number: int, events: Iterable[Event]) -> Attempt:
 def _of_microbatch(attempt: Attempt, event: Event, slots: dict[int, Event]) -> None:
     kind = str(event.figures.get("kind", "")) if event.event in ("dispatched", "ready") else ""
     begin, end = _FIELDS.get((event.event, kind), ("", ""))
-    if event.event in ("called", "received") and event.figures.get("command") in CARRIERS:
+    if event.event in ("called", "received") and str(event.figures.get("command")) in CARRIERS:
         begin = "sent" if event.event == "called" else "received"
     elif not begin:
         return

@@ -33,7 +33,7 @@ class Event:
 class ProcessEvents:
     """One start of one process. Wall time in ns = monotonic + `wall_offset_ns`.
 
-    `dropped`: events that came faster than they were written. `beginning_lost`: it made room for newer ones. `unread`:
+    `dropped`: events that could not be written, or came faster. `beginning_lost`: it made room for newer ones. `unread`:
     lines that are no events, of a damaged file.
     """
 
@@ -54,18 +54,41 @@ def read_events(out: Path) -> list[ProcessEvents]:
     Raises `SettingsError` for a file of another schema or one that cannot be read; a torn last line is left out.
     """
     found: list[ProcessEvents] = []
-    for path in sorted((out / FOLDER).glob("*.jsonl")):
-        if path.name.endswith(".old.jsonl"):
-            continue
-        of_file: list[ProcessEvents] = []
-        old = path.with_suffix(".old.jsonl")
-        for part in (old, path):
-            if part.exists():
-                _read_file(part, of_file)
+    # a writer that ended between renaming its file and beginning a new one left the old one alone
+    names = {path.name.removesuffix(".jsonl").removesuffix(".old") for path in (out / FOLDER).glob("*.jsonl")}
+    for name in sorted(names):
+        path, old = out / FOLDER / f"{name}.jsonl", out / FOLDER / f"{name}.old.jsonl"
+        of_file = _read_both(old, path)
         if of_file and (old.exists() or not of_file[0].run):
             of_file[0].beginning_lost = True
         found += of_file
     return found
+
+
+def _read_both(old: Path, path: Path) -> list[ProcessEvents]:
+    """Both as they were at one time: a living writer may rename one over the other meanwhile."""
+    for last_try in (False, False, True):
+        seen = _which(old)
+        of_file: list[ProcessEvents] = []
+        try:
+            for part in (old, path):
+                if part.exists():
+                    _read_file(part, of_file)
+        except SettingsError:
+            if last_try or _which(old) == seen:
+                raise
+            continue
+        if _which(old) == seen:
+            break
+    return of_file
+
+
+def _which(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_ino, status.st_mtime_ns
 
 
 def _read_file(path: Path, starts: list[ProcessEvents]) -> None:
@@ -76,7 +99,7 @@ def _read_file(path: Path, starts: list[ProcessEvents]) -> None:
         elif "schema" in record:
             _begin(path, record, starts)
         elif record.get("event") == "dropped" and starts:
-            starts[-1].dropped += int(record.get("events", 0))
+            _drop(record.get("events"), starts[-1])
         elif starts:
             _add(record, starts[-1])
 
@@ -94,6 +117,13 @@ def _begin(path: Path, head: dict[str, Any], starts: list[ProcessEvents]) -> Non
     same = starts and (starts[-1].pid, starts[-1].start) == (begun.pid, begun.start)
     if not same:  # the same process goes on in a new file
         starts.append(begun)
+
+
+def _drop(events: object, process: ProcessEvents) -> None:
+    if type(events) is int and 0 <= events < 1 << 63:
+        process.dropped += events
+    else:
+        process.unread += 1
 
 
 def _add(record: dict[str, Any], process: ProcessEvents) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -56,7 +55,8 @@ def step_figures(line: Mapping[str, Any]) -> StepFigures | None:
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    # a damaged file may hold an integer that no float can be; a comparison is false of nan
+    return float(value) if isinstance(value, int | float) and abs(value) < 1 << 63 else None
 
 
 def _count(value: object) -> int:

@@ -200,7 +200,7 @@ def _warnings(record: RunRecord) -> list[str]:
     for process in record.processes:
         name = f"events of the {process.process} (pid {process.pid})"
         if process.dropped:
-            found.append(f"{name}: {process.dropped} came faster than they could be written and are missing")
+            found.append(f"{name}: {process.dropped} could not be written, or came faster than that, and are missing")
         if process.beginning_lost:
             found.append(f"{name}: the oldest made room for newer ones")
         if process.unread:

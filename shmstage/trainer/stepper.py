@@ -196,10 +196,10 @@ class Stepper:
         return batch, (self._clock_ns() - begin_ns) / 1e9
 
     def _train(self, handle: Handle, batch: StagedBatch, upload_s: float, defer_update: bool) -> dict[str, Any]:
+        self._completions.flush()  # hashing waits for the upload, and the call may block
         digest = decoded_digest(batch.arrays) if self._hash_payload else ""
         deferred = handle.is_final and defer_update
         on_over = self._buffers.resolver(batch.buffer)
-        self._completions.flush()  # the call may block
         begin_ns = self._clock_ns()
         try:
             with (

@@ -1,8 +1,9 @@
 """One ``TRAINER_STEP_TIMING`` line per step in the trainer's log, for tools that read those; off the command path.
 
-The shape is the field's: ``TRAINER_STEP_TIMING step=N policy_version=V rtt_s=0.000 timing={"v": 1, "train_step": N, "mb":
-[{"i": 0, "dispatch_begin_ago_s": ..., "dispatch_end_ago_s": ..., "ready_ago_s": ...}], "update": {...}, "prepare": null}``.
-``rtt_s`` is the round trip of asking for it: nobody has to ask, so it is 0. ``policy_version`` is what update N makes.
+The shape is the field's: ``TRAINER_STEP_TIMING step=N policy_version=V rtt_s=0.000 timing={...}`` with ``"v": 1``,
+``"train_step": N``, ``"mb"``: a list of ``{"i", "dispatch_begin_ago_s", "dispatch_end_ago_s", "ready_ago_s"}``,
+``"update"``: the same three, and ``"prepare": null``. ``rtt_s`` is the round trip of asking for it: nobody has to ask, so
+it is 0. ``policy_version`` is what update N makes.
 """
 
 from __future__ import annotations

@@ -67,6 +67,16 @@ def test_packed_it_is_the_same_trajectory_in_fewer_bytes() -> None:
     assert HeldForm("ragged_packed", 512).of(make_trajectory(3)).routing is None
 
 
+def test_routing_packed_for_more_experts_in_as_many_bits_is_checked() -> None:
+    (raw,) = routed([12], 128, unset=False).values()
+    held = HeldForm("ragged_packed", 128).of(raw)
+    largest = int(np.asarray(held.routing).max())
+    for one in (raw, held):
+        with pytest.raises(TrajectoryError, match=f"below experts = {largest}, got {largest}"):
+            HeldForm("ragged_packed", largest).of(one)
+    assert id_bits(largest) == id_bits(128)
+
+
 def test_a_trajectory_that_waits_packed_can_be_journaled_bundled_and_pickled(tmp_path: Path) -> None:
     raw = list(routed([5, 12, 1], 16, unset=True).values())
     held = [HeldForm("ragged_packed", 16).of(one) for one in raw]

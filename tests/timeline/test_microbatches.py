@@ -121,3 +121,12 @@ def test_a_boundary_that_lacks_an_instant_is_left_out(missing: str) -> None:
     assert 2 not in found or missing == "landed"
     assert 3 not in found or missing == "staged"
     assert 4 in found
+
+
+@pytest.mark.parametrize("said", [["fwd_bwd"], {}, None, 7])
+def test_a_figure_that_is_no_text_names_no_command(said: object) -> None:
+    run = made(Plan(steps=2))
+    odd = [replace(e, t=e.t + 1, figures={"command": said, "kind": said}) for e in run.events]
+    run.events = [*run.events, *(e for e in odd if e.event in ("called", "received", "executed", "ticketed"))]
+    step = attempt_of(run).steps[2]
+    assert 0 < step.microbatches[0].sent < step.microbatches[0].received

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from shmstage.errors import SettingsError
 from shmstage.events import EventWriter
+from shmstage.records import open_regular
+from shmstage.timeline import reading
 from shmstage.timeline.reading import FOLDER, read_events
 
 
@@ -45,7 +48,8 @@ def test_a_killed_writer_leaves_all_whole_lines_readable(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "line",
     ["garbage", '{"t": 1.5, "event": "staged", "lane": "uploads"}', '{"event": "staged", "lane": "uploads"}',
-     '{"t": 9, "end": 3, "event": "staged", "lane": "uploads"}', '{"t": 9, "event": 3, "lane": "uploads"}', "[]"],
+     '{"t": 9, "end": 3, "event": "staged", "lane": "uploads"}', '{"t": 9, "event": 3, "lane": "uploads"}', "[]",
+     *(f'{{"t": 9, "event": "dropped", "events": {number}}}' for number in ('"x"', "null", "[1]", "1e999", "-1"))],
 )  # fmt: skip
 def test_a_damaged_line_is_counted_and_the_others_are_read(tmp_path: Path, line: str) -> None:
     written(tmp_path, 1, 1)
@@ -73,3 +77,31 @@ def test_a_process_that_began_a_new_file_is_one_start_whose_beginning_may_be_los
 
 def test_without_events_there_is_nothing_to_read(tmp_path: Path) -> None:
     assert read_events(tmp_path) == []
+
+
+@pytest.mark.parametrize("gap", [False, True])
+def test_a_file_that_is_renamed_while_it_is_read_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gap: bool
+) -> None:
+    written(tmp_path, 1, 3)
+    path, opened = tmp_path / FOLDER / "trainer.jsonl", []
+
+    def open_after_the_writer_went_on(part: Path) -> BinaryIO:
+        if not opened:
+            path.replace(path.with_suffix(".old.jsonl"))
+            if not gap:
+                written(tmp_path, 1, 2)
+        opened.append(part)
+        return open_regular(part)
+
+    monkeypatch.setattr(reading, "open_regular", open_after_the_writer_went_on)
+    (process,) = read_events(tmp_path)
+    assert len(process.events) == (3 if gap else 5)
+
+
+def test_an_old_file_without_a_new_one_is_read(tmp_path: Path) -> None:
+    written(tmp_path, 1, 3)
+    path = tmp_path / FOLDER / "trainer.jsonl"
+    path.replace(path.with_suffix(".old.jsonl"))
+    (process,) = read_events(tmp_path)
+    assert len(process.events) == 3

@@ -111,6 +111,13 @@ def test_what_is_odd_is_said() -> None:
     assert "another idle than the step line" in text and "at step 3" in text
 
 
+def test_integers_that_no_float_can_be_are_not_known() -> None:
+    line = {"step": 1, "attempt": 1, "step_s": 10**400, "upload_s": 2, "instants_ns": {"ready": [10**400, 5]}}
+    figures = step_figures(line)
+    assert figures is not None and figures.seconds == {"upload_s": 2.0}
+    assert figures.instants is not None and list(figures.instants.microbatches) == [1]
+
+
 def test_lanes_add_up_and_lie_in_their_range() -> None:
     report = report_of(record(made(Plan(mode="pipelined", scoring=5 * MS, checkpoint_every=1))))
     for boundary in report.boundaries.values():

@@ -21,7 +21,7 @@ from shmstage.timeline.trace import trace_events
 SHORT = st.integers(0, 40)
 TIMES = SHORT | st.integers(-(1 << 62), 1 << 62)
 KINDS = st.sampled_from(["fwd_bwd", "replay", "update", "metrics", "eval_step", "", 3, None])
-NUMBERS = st.booleans() | st.integers() | st.floats()
+NUMBERS = st.booleans() | st.integers() | st.floats() | st.just(10**400)
 JSON = st.none() | NUMBERS | st.text(max_size=4) | st.lists(st.integers(), max_size=2)
 
 
@@ -34,7 +34,7 @@ def events(draw: st.DrawFn) -> Event:
         "slot": draw(st.integers(-1, 2) | JSON),
         "generation": draw(st.integers(1, 3) | JSON),
         "kind": draw(KINDS),
-        "command": draw(KINDS),
+        "command": draw(KINDS | JSON),
         "digest": draw(st.sampled_from(["d", "e", 3])),
         "figure": draw(JSON),
     }

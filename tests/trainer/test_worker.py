@@ -31,7 +31,7 @@ from shmstage.errors import (
 from shmstage.memory.handle import Handle
 from shmstage.memory.reader import Lease
 from shmstage.testing.engines import FailingEngine, MemoryStore, ReplayingEngine, ToyEngine, toy_loss
-from shmstage.trainer import aliasing, worker
+from shmstage.trainer import aliasing, stepper, worker
 from shmstage.trainer.completions import Completions
 from shmstage.trainer.optax_engine import OptaxEngine
 
@@ -803,3 +803,19 @@ def test_what_is_held_is_watched_before_an_update_that_may_block() -> None:
         assert rig.call("fwd_bwd", handle=handle)["updated"]
         rig.worker.completions.release()
         assert rig.token("update", "update.1").ok
+
+
+def test_what_is_held_is_watched_before_a_payload_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rigged(verify="full") as rig:
+        handle = rig.publish(1, 0)
+        monkeypatch.setattr(rig.worker.completions._uploads, "_at_once", False)
+        hashed = stepper.decoded_digest
+
+        def hash_when_uploaded(arrays: Any) -> str:
+            assert rig.token("staged", handle.request_id).ok
+            return hashed(arrays)
+
+        monkeypatch.setattr(stepper, "decoded_digest", hash_when_uploaded)
+        rig.worker.completions.hold()
+        assert rig.call("fwd_bwd", handle=handle)["payload_digest"]
+        rig.worker.completions.release()
