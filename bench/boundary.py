@@ -7,7 +7,7 @@ of 5.15 GB that takes 3.7 s to place, bookkeeping 5.75 s), divided by ``--scale`
 
     python bench/boundary.py [--scale 100] [--payload 5.15GB] [--microbatches 1,2,3,9] [--arms A0,A0',A1,A2,A3]
                              [--variants plain,saved,settling,blocking,two-deep] [--serial-over stream|unary|stronger]
-                             [--slots 3] [--device-buffers 2] [--steps 8] [--rounds 2] [--json]
+                             [--slots 3] [--device-buffers 2] [--steps 8] [--rounds 2] [--events DIR] [--json]
 
 Arms: A0 and A0' serial over gRPC, A1 pipelined, A2 staged after the update, A3 staged before it, over shared memory; S0
 is serial over shared memory; G1, G2, G3 are A1, A2, A3 over gRPC, streamed. ``--serial-over`` says how A0's payloads
@@ -21,6 +21,10 @@ does); two-deep (a call returns only when no more than two programs are unfinish
 What the reference calls arrival, a payload's way to the trainer's host in 4.0 to 7.6 s, is gRPC's own time here; it is
 stated, scaled up. Through shared memory nothing arrives, it is packed there. The trajectories are in the orchestrator's
 memory from the beginning, for all arms.
+
+The events of each run over shared memory are read back, and what the estimators make of them is held against the
+device's stamps at every boundary. With ``--events DIR`` they are kept, a run in a directory, as ``shmstage report``
+reads them.
 
 Full size, ``--scale 1``: device memory is not simulated in this machine's then (hashes of what was read are kept), most
 trajectories share routing, and an arm that does not fit is refused beforehand:
@@ -89,13 +93,15 @@ def measure(rig: Rig, paths: dict[str, str], args: argparse.Namespace, work: Pat
                     print(what, file=sys.stderr)
                     out = work / f"{variant}-{count}-{number}-{ARMS[arm][1]}"
                     try:
-                        run = measured(rig, path, ARMS[arm][1], variant, count, args.steps, out)
+                        run = measured(rig, path, ARMS[arm][1], variant, count, args.steps, out, args.events)
                     except StoppedError:
                         raise
                     except ShmstageError as error:  # what others measured is not lost with it
                         problems.append(f"{what}: {type(error).__name__}: {error}")
                         continue
                     faults = faults_of(run, wanted, rig.payload_nbytes, count)
+                    if missing := sum(error is None for error in run.get("event_errors_s", {}).get("reported", [])):
+                        faults.append(f"the events tell nothing of {missing} boundaries")
                     problems += [f"{what}: {fault}" for fault in faults[:SHOWN_FAULTS]]
                     runs[arm].append(run)
             trained = {json.dumps([r[key] for key in EXACT]) for of_arm in runs.values() for r in of_arm}
@@ -122,6 +128,16 @@ def figure_of(runs: list[dict[str, Any]], arm: str, path: str, variant: str, cou
         errors = [abs(each) for each in of_all("estimate_error_s")]
         figure["reported_idle_s"] = [r["reported_idle_s"]["median"] for r in runs]
         figure["estimate_off_s"] = spread(errors)
+        told = {
+            name: [error for run in runs for error in run["event_errors_s"][name]]
+            for name in ("reported", "by_stamps", "by_calibration")
+        }
+        figure["events_off_s"] = {
+            name: spread([abs(error) for error in of_name if error is not None])
+            for name, of_name in told.items()
+            if any(error is not None for error in of_name)
+        }
+        figure["events_missing"] = sum(error is None for error in told["reported"])
         figure["staged"] = [r["staged"] for r in runs]
     else:
         figure["arrival_s"] = spread(of_all("arrival_s"))
@@ -133,6 +149,10 @@ def targets_of(figures: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     limits = {"plain": 0.002, "saved": 0.002, "settling": 0.005, "blocking": 0.005}
     for figure in figures.values():
         count, variant = figure["microbatches_per_step"], figure["variant"]
+        if "reported" in figure.get("events_off_s", {}):
+            which = f"{figure['arm']}, {variant}, {count} per step"
+            name = f"idle from the events off the device's truth, at most, ms, {which}"
+            found.append(verdict(name, 1e3 * figure["events_off_s"]["reported"]["max"], 1.0))
         if figure["arm"] == "A3" and variant in limits:
             limit = 0.01 if count == 1 else limits[variant]
             name = f"idle share of the step, staged before, {variant}, {count} per step"
@@ -203,6 +223,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device-buffers", type=int, default=2, help="micro-batches on the device side, all arms")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--events", type=Path, metavar="DIR", help="keep the events of each run here")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the kept result")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args()

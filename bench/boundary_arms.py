@@ -11,13 +11,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from boundary_checks import estimate_errors_s
+from boundary_checks import estimate_errors_s, event_errors_s
 
+from shmstage.events import FOLDER
 from shmstage.launch.run_directory import completed
 from shmstage.launch.single_host import run
 from shmstage.settings import Settings
 from shmstage.testing.engines_simulated import PLATFORM
 from shmstage.testing.simulated_input import InputSettings
+from shmstage.timeline.boundaries import boundaries_of
+from shmstage.timeline.microbatches import attempts_of
+from shmstage.timeline.reading import read_events
 
 #: arm → (how payloads travel, order of the commands); STRONGER becomes the stronger of "grpc" and "unary"
 STRONGER = "stronger"
@@ -96,14 +100,22 @@ class Rig:
 
 
 def measured(
-    rig: Rig, path: str, mode: str, variant: str, microbatches: int, steps: int, out: Path
+    rig: Rig, path: str, mode: str, variant: str, microbatches: int, steps: int, out: Path, events: Path | None = None
 ) -> dict[str, Any]:
-    """One run: what the device says of its boundaries, in seconds, and what was trained."""
+    """One run: what the device says of its boundaries, in seconds, and what was trained.
+
+    ``events``: where what ``shmstage report`` reads is kept, with the device's record.
+    """
     if path == "shm":
         result = _over_shared_memory(rig, mode, variant, microbatches, steps, out)
     else:
         result = _over_grpc(rig, mode, variant, microbatches, steps, out, unary=path == "unary")
     device = json.loads((out / "device.json").read_text())
+    if path == "shm":
+        found = [b for attempt in attempts_of(read_events(out)) for b in boundaries_of(attempt)]
+        result["event_errors_s"] = event_errors_s({b.before.step: b.idle for b in found}, device["boundaries"])
+        if events is not None:
+            _keep_events(out, events / out.name)
     shutil.rmtree(out)
     lines = result.pop("lines", None)
     if lines is not None:
@@ -146,6 +158,13 @@ def _over_shared_memory(
         "pack_s": [line["pack_s"] / microbatches for line in lines],
         "lines": lines,
     }
+
+
+def _keep_events(out: Path, kept: Path) -> None:
+    shutil.rmtree(kept, ignore_errors=True)
+    shutil.copytree(out / FOLDER, kept / FOLDER)
+    for name in ("run.json", "steps.jsonl", "summary.json", "device.json"):
+        shutil.copy(out / name, kept / name)
 
 
 def _over_grpc(

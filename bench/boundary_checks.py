@@ -6,7 +6,7 @@ its stamps are added up a second time from its operations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from packed_input import PackedInput
 from shmstage.memory.aligned import aligned_buffer
 from shmstage.testing.engines_simulated import hashes_of, updated
 from shmstage.testing.simulated_input import InputSettings
+from shmstage.timeline.idle import BoundaryIdle
 
 Record = Mapping[str, Any]
 
@@ -110,3 +111,24 @@ def estimate_errors_s(lines: Sequence[Mapping[str, Any]], boundaries: Sequence[R
         for line in lines
         if line["boundary_idle_s"] is not None and line["step"] - 1 in truth
     ]
+
+
+def event_errors_s(
+    told: Mapping[int, BoundaryIdle], boundaries: Sequence[Record]
+) -> dict[str, list[float | None]]:
+    """What the estimators make of the events less the device's truth, of each boundary in order of its steps.
+
+    ``None``: not told. ``told`` is by the step before the boundary; "reported" is the larger of both estimates.
+    """
+    estimates: dict[str, Callable[[BoundaryIdle], int | None]] = {
+        "reported": lambda idle: idle.idle_ns,
+        "by_stamps": lambda idle: idle.by_stamps_ns,
+        "by_calibration": lambda idle: idle.by_calibration_ns,
+    }
+    errors: dict[str, list[float | None]] = {name: [] for name in estimates}
+    for boundary in boundaries:
+        idle = told.get(boundary["step"])
+        for name, estimate in estimates.items():
+            ns = None if idle is None else estimate(idle)
+            errors[name].append(None if ns is None else (ns - boundary["idle_ns"]) / 1e9)
+    return errors

@@ -10,6 +10,9 @@ The simulated engine takes part of that for itself: what it takes alone, driven 
 run and is not counted as ours. So are the bounds: the same calls and events with nothing behind them, a bare ZeroMQ
 round trip, and a hand-over between two threads.
 
+Events (``OUT/events``) are on throughout. What they take of a step of 10 ms is the number that a real step notes times
+what one costs: noted, encoded and written, in processor time. Steps with and without them, in turn, are shown beside.
+
     python bench/overhead.py [--steps 150] [--rounds 2] [--json]
 """
 
@@ -28,12 +31,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from overhead_events import ENGINE, MICROBATCHES, alternating, costs
 from overhead_parts import calls, engine_alone, hand_over, round_trip
 from results import RESULTS, keep, machine, print_targets, spread, verdict
 
 from shmstage.launch.run_directory import completed
 from shmstage.launch.single_host import run
 from shmstage.settings import BOUNDARIES, Settings
+from shmstage.timeline.reading import read_events
 
 FEW, MANY = 1, 9
 ROWS, TOKENS = 4, 256
@@ -53,14 +58,16 @@ COMMANDS = {
 }
 
 
-def step_seconds(mode: str, microbatches: int, steps: int, out: Path) -> tuple[list[float], float]:
+def step_seconds(
+    mode: str, microbatches: int, steps: int, out: Path, engine: dict[str, float] | None = None, events: str = "on"
+) -> tuple[list[float], float]:
     """Seconds from one update's end to the next one's, on the device's clock; processor seconds of the whole run."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     settings = Settings(
         run=f"bench-{os.getpid()}-{out.name}", out=out, boundary=mode,  # type: ignore[arg-type]
         rows=ROWS, tokens=TOKENS, steps=steps, microbatches_per_step=microbatches, aux_slots=0, latch=False,
         engine="shmstage.testing.engines_simulated:make_engine",
-        engine_settings={"record": str(out / "device.json")},
+        engine_settings={**(engine or {}), "record": str(out / "device.json")}, events=events,
         source="shmstage.testing.simulated_input:make_source",
         source_settings={"rows": ROWS, "tokens": TOKENS, "microbatches": 8},
     )  # fmt: skip
@@ -93,6 +100,19 @@ def control(steps: int, rounds: int, work: Path) -> dict[str, Any]:
             "per_step_s": max(0.0, few["median"] - FEW * per_microbatch),
         }
     return figures
+
+
+def events_cost(steps: int, rounds: int, work: Path) -> dict[str, Any]:
+    """Of each process, the share of a step of 10 ms that events take; and such steps with and without them."""
+    mode = "staged_before_update"
+
+    def steps_with(events: str, number: int) -> list[float]:
+        print(f"round {number + 1} of {rounds}: events {events}", file=sys.stderr)
+        return step_seconds(mode, MICROBATCHES, steps, work / f"events-{events}-{number}", ENGINE, events)[0]
+
+    steps_s = alternating(steps_with, rounds)
+    processes = costs(read_events(work / "events-on-0"), WARM_UP, work)
+    return {"processes": processes, "share": sum(each["share"] for each in processes.values()), "step_s": steps_s}
 
 
 def start_up(rounds: int) -> dict[str, dict[str, float]]:
@@ -153,6 +173,7 @@ def main() -> int:
         parser.error(f"--steps {args.steps}: the first {WARM_UP} are left out; give {WARM_UP + 3} or more")
     with tempfile.TemporaryDirectory() as work:
         figures = control(args.steps, args.rounds, Path(work))
+        events = events_cost(args.steps, args.rounds, Path(work))
         parts = {
             "engine_alone_s": engine_alone(ROWS, TOKENS, MANY),
             "calls_s": calls(f"bench-{os.getpid()}-calls"),
@@ -163,9 +184,13 @@ def main() -> int:
     engine_s = parts["engine_alone_s"]["median"]
     ours_ms = {mode: 1e3 * max(0.0, figure["per_microbatch_s"] - engine_s) for mode, figure in figures.items()}
     targets = [verdict(f"control and Python per micro-batch, {mode}, ms", ms, 1.0) for mode, ms in ours_ms.items()]
+    targets += [
+        verdict(f"events, of a step of 10 ms, {process}", each["share"], 0.01)
+        for process, each in events["processes"].items()
+    ]
     result = {
         "machine": machine(), "steps": args.steps, "rounds": args.rounds,
-        "figures": {"control": figures, **parts, "start_up_s": commands}, "targets": targets,
+        "figures": {"control": figures, **parts, "events": events, "start_up_s": commands}, "targets": targets,
     }  # fmt: skip
     path = keep("overhead", result, args.results)
     note = "" if plot(result["figures"], path.with_suffix(".svg")) else (
@@ -187,6 +212,14 @@ def main() -> int:
     for name, what in PARTS.items():
         print(f"{what:<66}{1e3 * parts[name]['median']:>8.3f} ms, least {1e3 * parts[name]['min']:.3f}")
     print(f"{'  and of the processor':<66}{1e3 * parts['engine_alone_s']['cpu_s']:>8.3f} ms")
+    for process, each in events["processes"].items():
+        print(
+            f"{f'events of the {process}: ' + str(each['events_per_step']) + ' per step':<66}"
+            f"{1e6 * each['all_s']['median']:>8.2f} us each, {1e6 * each['note_s']['median']:.2f} of it where they "
+            f"happen; {100 * each['share']:.2f} % of 10 ms"
+        )
+    on, off = (1e3 * events["step_s"][which]["median"] for which in ("on", "off"))
+    print(f"{'steps with events, and without':<66}{on:>8.3f} ms, {off:.3f} ms")
     for name, seconds in commands.items():
         print(f"{name:<30}{1e3 * seconds['median']:>8.0f} ms")
     print_targets(targets)

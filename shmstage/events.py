@@ -20,39 +20,43 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, final
+from typing import Final, Protocol, final
 
+from shmstage import _native
 from shmstage.errors import shown
 from shmstage.records import JsonLines
+from shmstage.settings import Settings
 
 log = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
+#: of OUT
+FOLDER: Final = "events"
 
 #: event → its lane. A span's name says what was over at its end.
 LANES: Final[dict[str, str]] = {
     # the orchestrator's
-    "group_arrived": "source",  # trajectories, nbytes
+    "group_arrived": "source",  # before it waits for room; trajectories, nbytes
     "data_wait": "source",  # span: the feeder had nothing to pack
     "slot_acquired": "packer",  # span: asked for → got; slot
     "packed": "packer",  # span: fill began → filled; slot, nbytes, tokens
-    "published": "packer",  # slot, generation
+    "published": "packer",  # slot, generation, digest
     "called": "control",  # span: sent → answered; command, sequence
     "bookkept": "bookkeeping",  # span: step metrics, step line, hooks
     "gauged": "counters",  # free_slots, held_nbytes, queued
     # the trainer's
-    "received": "trainer",  # the request came to the executing thread; command, sequence
+    "received": "trainer",  # the executing thread took the request; command, sequence
     "executed": "trainer",  # span: begun → answered; command, sequence
     "staged": "uploads",  # span: upload issued → on the device; nbytes
     "patched": "uploads",  # span: late fields issued → on the device
-    "lease_ended": "slots",  # slot, generation
+    "lease_ended": "slots",  # slot, generation; of evaluated micro-batches nothing else
     "dispatched": "dispatch",  # span: dispatch began → call returned; kind = fwd_bwd, replay or update
-    "ready": "device",  # kind = fwd_bwd or replay
+    "ready": "device",  # kind = fwd_bwd or replay; error, if it failed
     "settled": "device",
-    "scored": "device",  # span: began → done; kind = actor, reference or eval
+    "scored": "device",  # span: asked for → in host memory; kind = actor, reference or eval
     "retired": "device",  # buffer
-    "landed": "update",
-    "ticketed": "snapshots",  # span: asked for → resolved; kind = metrics, checkpoint or weights
+    "landed": "update",  # error, if it failed
+    "ticketed": "snapshots",  # span: asked for → resolved; kind = metrics, checkpoint or weights; error, if it failed
     "checkpoint_durable": "snapshots",
     "weights_published": "snapshots",  # version
     # both
@@ -61,20 +65,40 @@ LANES: Final[dict[str, str]] = {
 
 #: events that wait to be written; more are dropped and counted
 CAPACITY: Final = 1 << 16
-WRITE_EVERY_S: Final = 0.1
+WRITE_EVERY_S: Final = 0.25
+#: lines made before others may have the interpreter: a stamp must not be late for them
+AT_ONCE: Final = 256
 SAMPLE_EVERY_S: Final = 1.0
 
 Figure = int | float | str
 _Noted = tuple[str, int, int, int, int, str, dict[str, Figure]]
 
 
+class Events(Protocol):
+    """Where events are noted: from any thread, at the cost of an append. ``t`` 0 is now; ``end`` 0: an instant."""
+
+    def note(
+        self,
+        event: str,
+        t: int = 0,
+        end: int = 0,
+        *,
+        step: int = -1,
+        index: int = -1,
+        request_id: str = "",
+        **figures: Figure,
+    ) -> None: ...
+    def close(self) -> None: ...
+
+
 @final
 class EventWriter:
-    """Notes events from any thread and writes them from one of its own, ten times a second.
+    """Notes events from any thread and writes them from one of its own, four times a second.
 
-    Nothing here raises into the caller or waits for a disk. A killed process loses what it noted in the last tenth of a
-    second; a torn last line is cut off by the next start and left out by readers. At half of `limit_nbytes` the file is
-    renamed to `NAME.old.jsonl`, over the one before it: the newest events are kept, at least half of the limit's worth.
+    Nothing here raises into the caller or waits for a disk. A killed process loses what it noted in the last quarter
+    of a second; a torn last line is cut off by the next start and left out by readers. At half of `limit_nbytes` the
+    file is renamed to `NAME.old.jsonl`, over the one before it: the newest events are kept, at least half of the
+    limit's worth.
     """
 
     def __init__(
@@ -159,42 +183,64 @@ class EventWriter:
         return file, self._path.stat().st_size
 
     def _encoded(self, over: bool) -> str:
-        lines = []
-        for _ in range(len(self._noted)):
-            noted = self._noted.popleft()
-            try:
-                lines.append(_line(noted))
-            except (KeyError, TypeError, ValueError):  # no event of ``LANES``, no plain figure: it costs no other
-                self._dropped += 1
-                if not self._said:
-                    self._said = True
-                    log.exception("%s: %s is left out, and others like it", self._path, shown(noted, 200))
+        lines = ""
+        left = len(self._noted)
+        while left:
+            count = min(left, AT_ONCE)
+            lines += self._lines([self._noted.popleft() for _ in range(count)])
+            left -= count
+            time.sleep(0)
         if self._dropped and (over or lines):
-            lines.append(f'{{"t":{time.monotonic_ns()},"event":"dropped","lane":"counters","events":{self._dropped}}}\n')
+            lines += f'{{"t":{time.monotonic_ns()},"event":"dropped","lane":"counters","events":{self._dropped}}}\n'
             self._dropped = 0
-        return "".join(lines)
+        return lines
+
+    def _lines(self, noted: list[_Noted]) -> str:
+        try:
+            return _native.event_lines(noted, _NAMED, json.dumps)
+        # no event of ``LANES``, no plain figure, no number of 64 bits: it costs no other
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            if len(noted) > 1:
+                return "".join(self._lines([one]) for one in noted)
+            self._dropped += 1
+            if not self._said:
+                self._said = True
+                log.exception("%s: %s is left out, and others like it", self._path, shown(noted[0], 200))
+            return ""
 
 
-def _line(noted: _Noted) -> str:
-    event, t, end, step, index, request_id, figures = noted
-    parts = [f'{{"t":{t}']
-    if end:
-        parts.append(f'"end":{end}')
-    parts.append(f'"event":"{event}","lane":"{LANES[event]}"')
-    if step >= 0:
-        parts.append(f'"step":{step},"index":{index}' if index >= 0 else f'"step":{step}')
-    if request_id:
-        parts.append(f'"id":{json.dumps(request_id)}')
-    for name, figure in figures.items():
-        parts.append(f'"{name}":{figure if type(figure) is int else json.dumps(figure)}')
-    return ",".join(parts) + "}\n"
+_NAMED: Final = {event: f'"event":"{event}","lane":"{lane}"' for event, lane in LANES.items()}
 
 
+@final
 class NoEvents:
     """Stands where events are switched off."""
 
-    def note(self, event: str, t: int = 0, end: int = 0, **figures: Figure) -> None:
+    def note(
+        self,
+        event: str,
+        t: int = 0,
+        end: int = 0,
+        *,
+        step: int = -1,
+        index: int = -1,
+        request_id: str = "",
+        **figures: Figure,
+    ) -> None:
         return
 
     def close(self) -> None:
         return
+
+
+NO_EVENTS: Final = NoEvents()
+
+
+def open_events(settings: Settings, process: str, start: int, sample: Callable[[], dict[str, Figure]]) -> Events:
+    """The writer of ``OUT/events/PROCESS.jsonl``, or nothing where events are off."""
+    if settings.events == "off":
+        return NO_EVENTS
+    return EventWriter(
+        settings.out_dir / FOLDER / f"{process}.jsonl", process=process, run=settings.run, start=start,
+        limit_nbytes=settings.events_limit, sample=sample,
+    )  # fmt: skip

@@ -110,6 +110,10 @@ class Settings(BaseModel):
     )
     verify: Literal["digest", "full"] = Field("digest", description="full: also hash the arrays the engine gets")
     resume: bool = Field(False, description="continue from the newest checkpoint in OUT")
+    events: Literal["on", "off"] = Field("on", description="write what happened when to OUT/events, for report")
+    events_limit: int = Field(
+        256_000_000, ge=100_000, le=MAX_COUNT, description="most bytes of events per process; the newest are kept"
+    )
 
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | Literal["off"] = Field(
         "off", description="port of Prometheus metrics while the run goes on; 0: any free one, said in run.json"

@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+from shmstage.events import LANES
+from shmstage.timeline.reading import Event, ProcessEvents
+
 BENCH = Path(__file__).parents[1] / "bench"
 
 
@@ -262,3 +265,24 @@ def test_the_bounds_of_the_overhead_are_measured_and_drawn(tmp_path: Path, bench
     # two calls of ours are two round trips and more
     assert figures["calls_s"]["min"] > figures["round_trip_s"]["min"]
     assert not overhead.plot(figures, tmp_path / "o.svg") or (tmp_path / "o.svg").stat().st_size
+
+
+@pytest.mark.slow
+def test_what_events_cost_is_measured_of_those_that_a_step_notes(
+    tmp_path: Path, bench: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = bench("overhead_events")
+    monkeypatch.setattr(script, "BURSTS", 1)
+    monkeypatch.setattr(script, "REPEATS", 1)
+    events = [
+        Event(t, 0, name, LANES[name], step, -1, "", {"odd": 'say "so"'})
+        for step in range(1, 6)
+        for t, name in ((10 * step, "received"), (10 * step + 1, "dispatched"), (10 * step + 2, "landed"))
+    ]
+    process = ProcessEvents("trainer", 1, 1, "r", 0, events)
+    found = script.costs([process], 1, tmp_path)["trainer"]
+    assert found["events_per_step"] == 3 and found["by_name"] == {"received": 1, "dispatched": 1, "landed": 1}
+    assert 0 < found["note_s"]["median"] < found["all_s"]["median"] and found["note_share"] < found["share"]
+    assert found["share"] == pytest.approx(found["all_s"]["median"] * 3 / script.STEP_S)
+    told = script.alternating(lambda events, number: [0.02 if events == "on" else 0.01], 2)
+    assert told["of_off"] == pytest.approx(1.0)

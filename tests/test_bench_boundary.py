@@ -21,6 +21,7 @@ from shmstage.testing import simulated_device
 from shmstage.testing.engines_simulated import SimulatedEngine, SimulatedSettings
 from shmstage.testing.simulated_device import SimulatedDevice
 from shmstage.testing.simulated_input import InputSettings
+from shmstage.timeline.idle import BoundaryIdle
 
 BENCH = Path(__file__).parents[1] / "bench"
 INPUT = InputSettings(rows=8, tokens=4096, microbatches=3, layers=2, top_k=2, experts=64)
@@ -131,6 +132,17 @@ def test_an_estimate_is_compared_with_the_boundary_before_its_line(bench: Bench)
     lines.append({"step": 3, "boundary_idle_s": 0.001})
     boundaries = [{"step": 1, "idle_ns": 1_000_000}, {"step": 2, "idle_ns": 2_000_000}]
     assert bench("boundary_checks").estimate_errors_s(lines, boundaries) == pytest.approx([0.002, -0.001])
+    told = {2: BoundaryIdle(1_500_000, 2_250_000, ((0, 1_000_000),), ((2_000_000, 3_500_000),), 0, 0)}
+    errors = bench("boundary_checks").event_errors_s(told, boundaries)
+    assert errors["reported"] == [None, pytest.approx(0.0005)]
+    assert errors["by_stamps"] == [None, pytest.approx(-0.0005)]
+    assert errors["by_calibration"] == [None, pytest.approx(0.00025)]
+
+
+def test_a_boundary_that_events_do_not_tell_of_is_a_problem_and_a_wrong_one_misses_the_target(bench: Bench) -> None:
+    off = {"idle_share": 0.0, "arm": "A1", "variant": "plain", "microbatches_per_step": 3}
+    figures = {worst: off | {"events_off_s": {"reported": {"max": worst}}} for worst in (0.0009, 0.0011)}
+    assert [each["met"] for each in bench("boundary").targets_of(figures)] == [True, False]
 
 
 def test_an_arm_that_ends_in_an_error_is_a_problem_and_the_others_are_kept(
@@ -150,7 +162,7 @@ def test_an_arm_that_ends_in_an_error_is_a_problem_and_the_others_are_kept(
 
     monkeypatch.setattr(boundary, "measured", measured)
     rig = SimpleNamespace(source=INPUT, payload_nbytes=payload_nbytes)
-    args = SimpleNamespace(variants=["plain"], microbatches=[PER_STEP], steps=STEPS, rounds=1)
+    args = SimpleNamespace(events=None, variants=["plain"], microbatches=[PER_STEP], steps=STEPS, rounds=1)
     found = boundary.measure(rig, {"A0": "grpc", "A3": "shm"}, args, tmp_path)
     assert list(found["figures"]) == ["A0 plain 2"]
     assert found["problems"] == ["plain, 2 per step, round 1 of 1: A3: RunFailedError: seeded"]
@@ -202,8 +214,9 @@ def test_the_script_refuses_what_does_not_fit_before_it_runs_anything(tmp_path: 
 @pytest.mark.timeout(300)
 def test_every_variant_runs_and_is_exact(tmp_path: Path) -> None:
     shape = "--scale 2000 --microbatches 1 --variants blocking,two-deep --steps 3 --rounds 1 --arms A3"
+    kept = ("--results", str(tmp_path), "--events", str(tmp_path / "events"), "--json")
     done = subprocess.run(
-        [sys.executable, str(BENCH / "boundary.py"), *shape.split(), "--results", str(tmp_path), "--json"],
+        [sys.executable, str(BENCH / "boundary.py"), *shape.split(), *kept],
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -211,6 +224,10 @@ def test_every_variant_runs_and_is_exact(tmp_path: Path) -> None:
     assert found["problems"] == [] and len(found["figures"]) == 2
     for figure in found["figures"].values():
         assert {"median", "min", "max", "samples"} == figure["estimate_off_s"].keys() == figure["placed_s"].keys()
+        assert figure["events_off_s"]["reported"]["max"] == pytest.approx(figure["estimate_off_s"]["max"], abs=1e-9)
+        assert figure["events_missing"] == 0
+    assert len(list((tmp_path / "events").glob("*/events/trainer.jsonl"))) == 2
+    assert sum(each["name"].startswith("idle from the events") for each in found["targets"]) == 2
     plots = {path.name for path in tmp_path.glob("*.svg")}
     assert plots in ({f"boundary-{name}.svg" for name in ("blocking", "two-deep")}, set())
 

@@ -31,6 +31,23 @@ def test_every_event_is_a_line_with_its_lane_and_the_identity_of_the_handle(tmp_
     assert executed == {"t": 10, "end": 11, "event": "executed", "lane": "trainer", "command": "info", "share": 0.5}
 
 
+ODD: list[int | float | str] = [
+    0, -1, 1 << 62, 1 << 80, -(1 << 70), True, 0.1, 1e300, float("inf"), "", 'say "so"', "back\\slash", "line\nend\0",
+    "\x7f", "Grüße", "\ud800 half", "🙂", "plain",
+]  # fmt: skip
+
+
+def test_whatever_a_figure_or_an_identity_is_it_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.jsonl"
+    events = writer(path)
+    for figure in ODD:
+        events.note("called", 5, 6, request_id=figure if isinstance(figure, str) else "", command=figure)
+    events.close()
+    found = lines(path)[1:]
+    assert [record["command"] for record in found] == ODD
+    assert [record.get("id", "") for record in found] == [f if isinstance(f, str) else "" for f in ODD]
+
+
 def test_a_start_after_a_kill_cuts_the_torn_line_and_adds_a_head_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "trainer.jsonl"
     path.write_text('{"schema":1}\n{"t":5,"eve')

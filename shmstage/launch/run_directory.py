@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shmstage.errors import InputError, SettingsError, named, shown
+from shmstage.events import FOLDER as EVENTS
 from shmstage.memory.identity import PeerWatch
 from shmstage.memory.locks import lock_exclusively
 from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, owned_objects
@@ -31,7 +32,7 @@ LAUNCHER = "launcher"
 STALE_ON_FRESH_START = (
     "steps.jsonl", "trainer_calls.jsonl", *(f"{role}.log" for role in ROLES), "weights.json", "hooks.jsonl",
 )  # fmt: skip
-STALE_DIRECTORIES = ("state", "profile")
+STALE_DIRECTORIES = ("state", EVENTS, "profile")
 FILES = (
     *STALE_ON_FRESH_START, "run.json", "summary.json", BEGUN, *(f"{role}.failure.json" for role in (LAUNCHER, *ROLES)),
 )  # fmt: skip

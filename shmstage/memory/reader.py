@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, final
@@ -134,14 +135,15 @@ class PoolReader:
             raise ProtocolError(f"pool {self.name} has no slot {slot}; it has {self._geometry.slot_count}") from None
         return Handle(slot, generation, layout_id, step=step, index=index)
 
-    def lease(self, handle: Handle) -> Lease:
+    def lease(self, handle: Handle, on_end: Callable[[Handle], None] | None = None) -> Lease:
         """The arrays a handle names. Raises ``StaleHandleError`` if the slot has moved on, ``ProtocolError`` if
         the handle lies: no such slot, layout or published generation, or not for this consumer. ``PoolError`` if the
-        file was shrunk: each lease, and each use of it, looks at its size first.
+        file was shrunk: each lease, and each use of it, looks at its size first. ``on_end`` is told, by the thread that
+        ends it, that the producer may write again.
         """
         self._check_usable()
         self._check_handle(handle)
-        return Lease(self, handle, self.layouts[handle.layout_id])
+        return Lease(self, handle, self.layouts[handle.layout_id], on_end)
 
     def end_lease(self, slot: int, generation: int) -> None:
         """Tells the producer that this consumer will not read the slot's generation again; twice is harmless.
@@ -256,13 +258,16 @@ class PoolReader:
 class Lease:
     """The right to read one published slot until ``end``. As a context manager it ends itself."""
 
-    __slots__ = ("__weakref__", "_late", "_layout", "_reader", "_views", "handle")
+    __slots__ = ("__weakref__", "_late", "_layout", "_on_end", "_reader", "_views", "handle")
 
-    def __init__(self, reader: PoolReader, handle: Handle, layout: Layout) -> None:
+    def __init__(
+        self, reader: PoolReader, handle: Handle, layout: Layout, on_end: Callable[[Handle], None] | None = None
+    ) -> None:
         """Made by ``PoolReader.lease``."""
         self.handle = handle
         self._reader = reader
         self._layout = layout
+        self._on_end = on_end
         self._views: dict[str, np.ndarray[Any, Any]] | None = reader._views(handle.slot, layout, False)
         self._late: dict[str, np.ndarray[Any, Any]] | None = None
 
@@ -306,6 +311,8 @@ class Lease:
             try:
                 if not self._reader._closed:
                     self._reader.end_lease(self.handle.slot, self.handle.generation)
+                    if self._on_end is not None:
+                        self._on_end(self.handle)
             finally:
                 self._views = self._late = None
 

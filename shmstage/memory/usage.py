@@ -9,6 +9,8 @@ import psutil
 
 from shmstage.memory.names import SHM_DIR, is_ours
 
+_PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
@@ -22,6 +24,13 @@ class ProcessUse:
     def private_nbytes(self) -> int:
         """What is left without the pools: heap, code, device buffers of a CPU trainer."""
         return self.pss_nbytes - self.pool_nbytes
+
+
+def own_use() -> dict[str, int | float | str]:
+    """``rss_nbytes`` and, of it, ``shared_nbytes`` (pools, files, libraries) of this process, in microseconds."""
+    with open("/proc/self/statm", "rb") as file:
+        _, resident, shared = file.read().split()[:3]
+    return {"rss_nbytes": int(resident) * _PAGE_NBYTES, "shared_nbytes": int(shared) * _PAGE_NBYTES}
 
 
 def process_use(pid: int, *, started_before_s: float) -> ProcessUse | None:

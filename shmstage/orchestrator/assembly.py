@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from shmstage.events import NO_EVENTS, Events
 from shmstage.memory.identity import PeerWatch
 from shmstage.memory.layout import Layout
 from shmstage.memory.pool import Pool
@@ -153,6 +154,7 @@ def assemble(
     sync_lines: Callable[[], bool],
     stop_requested: Callable[[], bool],
     restored_line: Mapping[str, Any] | None = None,
+    events: Events = NO_EVENTS,
 ) -> Parts:
     """Everything between the restored trainer and the first command; the caller closes the feeder."""
     latch = Latch(
@@ -180,7 +182,7 @@ def assemble(
         write_step=write_step, sync_lines=sync_lines, hook_timeout_s=settings.hook_timeout_s,
         stop_requested=stop_requested, call_timeout_s=settings.call_timeout_s,
         stage_wait_s=settings.stage_wait_s, attempt=attempt, heartbeat=pool.heartbeat, hooks=hooks,
-        evaluator=evaluator,
+        evaluator=evaluator, events=events,
         late=LateFields(pool, sampler_is_cap=settings.sampler_is_cap) if settings.recompute_old_logps else None,
     )  # fmt: skip
     if hooks is not None:
@@ -192,5 +194,6 @@ def assemble(
     feeder = Feeder(
         intake, pool, layouts.train, microbatches_per_step=settings.microbatches_per_step, first_step=first_step,
         last_step=settings.step_cap, slot_timeout_s=settings.slot_timeout_s, peers=[trainer], deliver=program.deliver,
+        events=events,
     )  # fmt: skip
     return Parts(program, feeder, intake)

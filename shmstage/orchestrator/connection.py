@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from shmstage.errors import PoolError, ShmstageError
+from shmstage.events import NO_EVENTS, Events
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.pool import Pool
 from shmstage.orchestrator.trainer_client import TrainerClient
@@ -39,8 +40,10 @@ class _Interrupt:
 class Connection:
     """Made by ``connect``; ``client`` talks, ``watch`` knows whether the trainer lives."""
 
-    def __init__(self, client: Client, watch: PeerWatch, interrupt: _Interrupt, timeout_s: float) -> None:
-        self.client = TrainerClient(client, timeout_s=timeout_s)
+    def __init__(
+        self, client: Client, watch: PeerWatch, interrupt: _Interrupt, timeout_s: float, events: Events
+    ) -> None:
+        self.client = TrainerClient(client, timeout_s=timeout_s, events=events)
         self.watch = watch
         self._client = client
         self._interrupt = interrupt
@@ -79,6 +82,7 @@ def connect(
     pool: Pool | None,
     again: bool,
     stop_requested: Callable[[], bool],
+    events: Events = NO_EVENTS,
 ) -> Connection:
     """Say hello until a trainer answers.
 
@@ -107,4 +111,4 @@ def connect(
     client.peer = watch
     if pool is not None:
         client.peer_held = lambda: _held(pool)
-    return Connection(client, watch, interrupt, settings.call_timeout_s)
+    return Connection(client, watch, interrupt, settings.call_timeout_s, events)

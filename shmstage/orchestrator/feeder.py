@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import numpy.typing as npt
 
+from shmstage.errors import PoolError
+from shmstage.events import NO_EVENTS, Events
 from shmstage.memory.handle import Handle
 from shmstage.memory.identity import PeerWatch
 from shmstage.memory.layout import Layout
@@ -71,6 +75,7 @@ class Feeder:
         slot_timeout_s: float,
         peers: Sequence[PeerWatch],
         deliver: Callable[[FeederEvent], None],
+        events: Events = NO_EVENTS,
     ) -> None:
         self._intake = intake
         self._pool = pool
@@ -81,6 +86,7 @@ class Feeder:
         self._slot_timeout_s = slot_timeout_s
         self._peers = tuple(peers)
         self._deliver = deliver
+        self._events = events
         self._allowed = (0, -1)
         self._condition = threading.Condition()
         self._stopped = False
@@ -91,7 +97,7 @@ class Feeder:
         self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
 
     def start(self) -> None:
-        self._reader = self._intake.read_ahead()
+        self._reader = self._intake.read_ahead(self._events)
         self._thread.start()
 
     def allow(self, limit: tuple[int, int]) -> None:
@@ -114,6 +120,7 @@ class Feeder:
                 handed_out = self._handed_out.pop(step, None)
             if handed_out is not None:
                 self._reader.queue.commit(handed_out)
+            self._gauge()
 
     def durable(self, step: int) -> None:
         """A durable checkpoint covers ``step``: what was kept to replay it is let go. Raises ``BundleError``."""
@@ -148,13 +155,15 @@ class Feeder:
             self._deliver(EndOfInput(error))
 
     def _pack_all(self) -> None:
-        begun = time.monotonic()
+        begun_ns = time.monotonic_ns()
         for step, index, planned in self._numbered():
-            data_wait_s = time.monotonic() - begun
+            come_ns = time.monotonic_ns()
+            self._events.note("data_wait", begun_ns, come_ns, step=step, index=index)
             if not self._wait_until_allowed(step, index):
                 return
-            self._deliver(self._pack(step, index, planned, data_wait_s))
-            begun = time.monotonic()
+            self._deliver(self._pack(step, index, planned, (come_ns - begun_ns) / 1e9))
+            self._gauge()
+            begun_ns = time.monotonic_ns()
 
     def _numbered(self) -> Iterator[tuple[int, int, Planned]]:
         """(step, index, planned); what the intake hands out first is the beginning of the first step to train."""
@@ -172,13 +181,14 @@ class Feeder:
 
     def _pack(self, step: int, index: int, planned: Planned, data_wait_s: float) -> PackedMicrobatch:
         trajectories = {number: arrival.trajectory for number, arrival in planned.arrivals.items()}
-        before = time.monotonic()
+        before_ns = time.monotonic_ns()
         slot = self._pool.acquire(
             self._layout, timeout_s=self._slot_timeout_s, peers=self._peers, stop=lambda: self._stopped
         )
-        acquired = time.monotonic()
+        acquired_ns = time.monotonic_ns()
         with slot:
             filled = fill_microbatch(planned.plan, trajectories, _packed_views(slot.views, planned))
+            filled_ns = time.monotonic_ns()
             handle = slot.publish(
                 digest=microbatch_digest(planned.plan, trajectories),
                 rows=len(planned.plan.rows),
@@ -188,7 +198,12 @@ class Feeder:
                 loss_tokens=filled.loss_tokens,
                 segments=filled.segments,
             )
+        published_ns = time.monotonic_ns()
         self._note_packed(step, planned, is_final=handle.is_final)
+        note = partial(self._events.note, step=step, index=index, request_id=handle.request_id, slot=handle.slot)
+        note("slot_acquired", before_ns, acquired_ns)
+        note("packed", acquired_ns, filled_ns, nbytes=self._layout.payload_nbytes, tokens=filled.real_tokens)
+        note("published", published_ns, generation=handle.generation, digest=handle.digest.hex())
         return PackedMicrobatch(
             handle=handle,
             # ids only: the arrays are let go here, they lie in the slot now
@@ -197,11 +212,18 @@ class Feeder:
             real_tokens=filled.real_tokens,
             rows_used=sum(1 for row in planned.plan.rows if row.segments),
             data_wait_s=data_wait_s,
-            slot_wait_s=acquired - before,
-            pack_s=time.monotonic() - acquired,
-            packed_ns=time.monotonic_ns(),
+            slot_wait_s=(acquired_ns - before_ns) / 1e9,
+            pack_s=(published_ns - acquired_ns) / 1e9,
+            packed_ns=published_ns,
             state_after=planned.state_after,
         )
+
+    def _gauge(self) -> None:
+        if self._reader is not None:
+            held_nbytes, queued = self._reader.queue.gauge()
+            with contextlib.suppress(PoolError):  # a pool that is gone is somebody else's to tell
+                free_slots = self._pool.free_slot_count()
+                self._events.note("gauged", free_slots=free_slots, held_nbytes=held_nbytes, queued=queued)
 
     def _note_packed(self, step: int, planned: Planned, *, is_final: bool) -> None:
         with self._condition:

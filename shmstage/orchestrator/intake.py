@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn, final
 
 from shmstage.errors import TrajectoryError
+from shmstage.events import NO_EVENTS, Events
 from shmstage.orchestrator.batch_order import Admitted, BatchEnd, Item, Order, PassEnd
 from shmstage.orchestrator.held import HeldBytes
 from shmstage.orchestrator.queue import Cursor
@@ -95,11 +96,11 @@ class Intake:
         # in order of arrival, as everything that goes in and out of it
         self._held: dict[int, Arrival] = {}
 
-    def read_ahead(self) -> SourceReader:
+    def read_ahead(self, events: Events = NO_EVENTS) -> SourceReader:
         """Read the source on a thread from now on; it is the caller's to close."""
         self.reader = SourceReader(
             self._source, self._begun_at, passes=self._passes, order=self._order, held=self._held_bytes,
-            form=self._form,
+            form=self._form, events=events,
         )  # fmt: skip
         self.reader.start()
         return self.reader

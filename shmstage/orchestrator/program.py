@@ -16,6 +16,7 @@ from shmstage.errors import (
     TrainerError,
     WaitTimeoutError,
 )
+from shmstage.events import NO_EVENTS, Events
 from shmstage.orchestrator.evaluation import Evaluator
 from shmstage.orchestrator.feeder import Feeder
 from shmstage.orchestrator.hooks import Hooks, Judging
@@ -66,6 +67,7 @@ class Program:
         hook_timeout_s: float = 3600.0,
         evaluator: Evaluator | None = None,
         late: LateFields | None = None,
+        events: Events = NO_EVENTS,
     ) -> None:
         self._schedule = BoundarySchedule(config)
         self._trainer = trainer
@@ -81,6 +83,7 @@ class Program:
         self._judging = Judging(hooks, lambda step: saving.facts(step, ledger), timeout_s=hook_timeout_s)
         self._evaluator = evaluator
         self._late = late
+        self._events = events
         self._heard = Listener(self._schedule, trainer, ledger, saving, self._judging, self._patience, late, sync_lines)
         #: called on the feeder's and the hooks' thread
         self.deliver = self._heard.deliver
@@ -253,11 +256,11 @@ class Program:
         self._schedule.returned(command)
 
     def _apply_deferred(self, command: Command) -> None:
-        self._ledger.updated(command.step, self._trainer.apply_deferred_update())
+        self._ledger.updated(command.step, self._trainer.apply_deferred_update(command.step))
         self._schedule.returned(command)
 
     def _update(self, command: Command) -> None:
-        self._ledger.updated(command.step, self._trainer.update())
+        self._ledger.updated(command.step, self._trainer.update(command.step))
         self._schedule.returned(command)
         self._note_evaluation(command.step)
 
@@ -316,6 +319,7 @@ class Program:
         self._heard.note_if_complete(command.step)
 
     def _bookkeep(self, command: Command) -> None:
+        begin_ns = time.monotonic_ns()
         line = self._ledger.close_step(command.step, attempt=self._attempt)
         self._schedule.latch(self._ledger.latch.level)
         try:
@@ -325,6 +329,7 @@ class Program:
             print(f"step line {command.step} was not written: {error}", flush=True)
         if self._hooks is not None:
             self._hooks.step_ended(line)
+        self._events.note("bookkept", begin_ns, time.monotonic_ns(), step=command.step)
         self._heard.durable(self._saving.line_ready(line, written=written))
         self._schedule.returned(command)
 

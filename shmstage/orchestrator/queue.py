@@ -163,6 +163,11 @@ class BatchOrderedQueue:
     def durable(self, step: int) -> None:
         self._account(lambda: self._held.make_durable(step))
 
+    def gauge(self) -> tuple[int, int]:
+        """(bytes of trajectories held, groups and other items that wait to be taken)."""
+        with self._condition:
+            return self._held.total, len(self._items)
+
     @property
     def wants_checkpoint(self) -> bool:
         with self._condition:

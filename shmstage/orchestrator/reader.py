@@ -9,9 +9,10 @@ from collections.abc import Generator, Iterator
 from typing import final
 
 from shmstage.errors import StoppedError
+from shmstage.events import NO_EVENTS, Events
 from shmstage.orchestrator.batch_order import BatchOrder, Expected, Item, Order
 from shmstage.orchestrator.held import HeldBytes
-from shmstage.orchestrator.queue import BatchOrderedQueue
+from shmstage.orchestrator.queue import BatchOrderedQueue, group_nbytes
 from shmstage.orchestrator.resume import Place, ResumeState
 from shmstage.packing.held_form import HeldForm
 from shmstage.packing.source import Source
@@ -70,6 +71,7 @@ class SourceReader:
         order: Order,
         held: HeldBytes,
         form: HeldForm,
+        events: Events = NO_EVENTS,
     ) -> None:
         self.queue = BatchOrderedQueue(
             order, pass_number=state.pass_number, place=state.place, expected=expected_groups(source), held=held
@@ -78,6 +80,7 @@ class SourceReader:
         self._state = state
         self._passes = passes
         self._form = form
+        self._events = events
         self._thread = threading.Thread(target=self._run, name="source reader", daemon=True)
 
     def start(self) -> None:
@@ -99,6 +102,9 @@ class SourceReader:
             for _, groups in _passes(self._source, self._state, self._passes, self._form):
                 with contextlib.closing(groups):
                     for group in groups:
+                        self._events.note(
+                            "group_arrived", trajectories=len(group.trajectories), nbytes=group_nbytes(group)
+                        )
                         self.queue.put(group)
                 self.queue.end_pass()
         except BaseException as error:

@@ -9,9 +9,11 @@ from typing import Any
 
 from shmstage.budget.check import check_before_pool
 from shmstage.errors import PluginError, PoolError, SettingsError, TransportError
+from shmstage.events import Events, open_events
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.pool import Pool
 from shmstage.memory.sweep import sweep
+from shmstage.memory.usage import own_use
 from shmstage.orchestrator.assembly import Layouts, assemble, evaluation_source, first_evaluated, hooks_of, layouts_of
 from shmstage.orchestrator.beginning import begin_attempt
 from shmstage.orchestrator.connection import TRAINER, Connection, connect
@@ -37,6 +39,8 @@ def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool])
     if epoch > 1:
         settings = settings.model_copy(update={"resume": True})
     with ExitStack() as stack:
+        events = open_events(settings, "orchestrator", epoch, own_use)
+        stack.callback(events.close)
         source, evaluation = load_input(settings), evaluation_source(settings)
         stack.callback(source.close)
         layouts = layouts_of(settings, source.first, evaluation)
@@ -47,7 +51,9 @@ def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool])
         stack.callback(identity.close)
 
         def connected(pool: Pool | None, *, again: bool) -> Connection:
-            return connect(settings, identity, epoch=epoch, pool=pool, again=again, stop_requested=stop_requested)
+            return connect(
+                settings, identity, epoch=epoch, pool=pool, again=again, stop_requested=stop_requested, events=events
+            )
 
         if epoch > 1:
             # before memory is asked for: the trainer may still map the pool of the orchestrator before
@@ -63,7 +69,7 @@ def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool])
         while True:
             trainer = connected(pool, again=again)
             try:
-                return _attempt(settings, source, evaluation, layouts, pool, trainer, hooks, stop_requested)
+                return _attempt(settings, source, evaluation, layouts, pool, trainer, hooks, stop_requested, events)
             except TransportError as error:
                 pool.record_error(f"{type(error).__name__}: {error}")
                 if not trainer.watch.dead():
@@ -95,6 +101,7 @@ def _attempt(
     trainer: Connection,
     hooks: Hooks | None,
     stop_requested: Callable[[], bool],
+    events: Events,
 ) -> dict[str, Any]:
     """Everything with one incarnation of the trainer, from restore to shutdown."""
     client = trainer.client
@@ -120,6 +127,7 @@ def _attempt(
                 start=state_from_metadata(metadata, settings.out_dir) if restored else ResumeState.start(),
                 first_step=first_step, attempt=begun.attempt, write_step=steps.write, sync_lines=steps.sync,
                 restored_line=written[-1] if restored and written else None, stop_requested=stop_requested,
+                events=events,
             )  # fmt: skip
             program, planner = parts.program, parts.intake.planner
             stack.callback(parts.feeder.close)

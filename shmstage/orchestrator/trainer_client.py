@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+from shmstage.events import NO_EVENTS, Events
 from shmstage.memory.handle import Handle
 from shmstage.transport.client import Client
-from shmstage.wire.handles import handle_to_wire
+from shmstage.wire.handles import handle_to_wire, named_by
 from shmstage.wire.messages import TicketEvent, TokenEvent
 
 
@@ -26,12 +28,28 @@ class ForwardResult:
 class TrainerClient:
     """Calls the worker, one command at a time; every call has the deadline ``timeout_s``."""
 
-    def __init__(self, client: Client, *, timeout_s: float) -> None:
+    def __init__(self, client: Client, *, timeout_s: float, events: Events = NO_EVENTS) -> None:
         self._client = client
         self._timeout_s = timeout_s
+        self._events = events
 
     def _call(self, command: str, **arguments: Any) -> dict[str, Any]:
-        return self._client.call(command, arguments, timeout_s=self._timeout_s)
+        return self._noted(command, arguments, self._timeout_s)
+
+    def _noted(
+        self, command: str, arguments: dict[str, Any], timeout_s: float, of_step: int = -1
+    ) -> dict[str, Any]:
+        """``of_step``: where the arguments do not say it."""
+        begin_ns = time.monotonic_ns()
+        try:
+            return self._client.call(command, arguments, timeout_s=timeout_s)
+        finally:
+            end_ns = time.monotonic_ns()
+            step, index, request_id = named_by(arguments)
+            self._events.note(
+                "called", begin_ns, end_ns, step=max(step, of_step), index=index, request_id=request_id,
+                command=command, sequence=self._client.sequence,
+            )  # fmt: skip
 
     def events(self, timeout_s: float) -> list[TokenEvent | TicketEvent]:
         """Token and ticket events in order; waits up to ``timeout_s`` for the first, or until ``wake``."""
@@ -80,13 +98,13 @@ class TrainerClient:
     def eval_step(self, handle: Handle) -> int:
         return int(self._call("eval_step", handle=handle_to_wire(handle))["ticket"])
 
-    def apply_deferred_update(self) -> float:
-        """Run the update held back; returns the seconds it waited for snapshots."""
-        return float(self._call("apply_deferred_update")["snapshot_wait_s"])
+    def apply_deferred_update(self, step: int = -1) -> float:
+        """Run ``step``'s update, held back; returns the seconds it waited for snapshots."""
+        return float(self._noted("apply_deferred_update", {}, self._timeout_s, step)["snapshot_wait_s"])
 
-    def update(self) -> float:
-        """Close a step whose last micro-batch was not marked final; returns the seconds it waited for snapshots."""
-        return float(self._call("update")["snapshot_wait_s"])
+    def update(self, step: int = -1) -> float:
+        """Close ``step``, whose last micro-batch was not marked final; returns the seconds it waited for snapshots."""
+        return float(self._noted("update", {}, self._timeout_s, step)["snapshot_wait_s"])
 
     def get_metrics(self, step: int) -> int:
         return int(self._call("get_metrics", step=step)["ticket"])
@@ -101,7 +119,7 @@ class TrainerClient:
     def shutdown(self, *, discard: bool, timeout_s: float | None = None) -> str:
         """End the trainer; returns the digest of its final parameters, empty with ``discard``."""
         deadline_s = self._timeout_s if timeout_s is None else timeout_s
-        result = self._client.call("shutdown", {"discard": discard}, timeout_s=deadline_s)
+        result = self._noted("shutdown", {"discard": discard}, deadline_s)
         return str(result.get("param_digest", ""))
 
 

@@ -92,12 +92,6 @@ def boundary_idle_s(at: BoundaryInstants, microbatch_s: float | None, busy: Sequ
     return boundary_idle(at, microbatch_s, busy).idle_ns / 1e9
 
 
-def idle_windows(at: BoundaryInstants, microbatch_s: float | None, busy: Sequence[Interval] = ()) -> list[Interval]:
-    """The [begin, end) windows in which the devices waited; their lengths sum up to ``boundary_idle_s``."""
-    idle = boundary_idle(at, microbatch_s, busy)
-    return [*idle.before_update, *idle.after_update]
-
-
 def calibrated_microbatch_s(intervals: Sequence[tuple[int, int, int]]) -> float | None:
     """Median device time of a micro-batch in seconds from (dispatched, previous ready, ready) in ns.
 

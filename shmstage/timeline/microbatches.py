@@ -137,7 +137,7 @@ def attempts_of(processes: Sequence[ProcessEvents]) -> list[Attempt]:
     found: list[Attempt] = []
     for part in parts:
         attempt = _attempt(len(found) + 1, part)
-        if attempt.steps:
+        if any(step.microbatches for step in attempt.steps.values()):
             found.append(attempt)
     return found
 

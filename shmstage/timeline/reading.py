@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from shmstage.errors import SettingsError, shown
-from shmstage.events import SCHEMA
+from shmstage.events import FOLDER, SCHEMA
 from shmstage.records import RECORD_LIMIT_NBYTES, open_regular, parse_record
 
-FOLDER = "events"
 _OPTIONAL = {"end": 0, "step": -1, "index": -1}
 _OWN = frozenset({"t", "event", "lane", "id", *_OPTIONAL})
 

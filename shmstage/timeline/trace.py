@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from shmstage.errors import SettingsError
+from shmstage.events import FOLDER
 from shmstage.timeline.clocks import on_one_axis
-from shmstage.timeline.reading import FOLDER, ProcessEvents, read_events
+from shmstage.timeline.reading import ProcessEvents, read_events
 from shmstage.timeline.trace_drawing import Drawing, drawn
 from shmstage.timeline.trace_flows import Stop, flows
 from shmstage.timeline.trace_tracks import Mark, assign_lanes, lane_name, plain_text, track_position

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from shmstage.timeline.boundaries import boundaries_of
+from shmstage.timeline.microbatches import attempts_of
 from shmstage.timeline.reading import Event, ProcessEvents
-from shmstage.timeline.trace_device import UPDATE, boundaries, device_works
+from shmstage.timeline.trace_device import UPDATE, device_works
 from shmstage.timeline.trace_flows import DISPATCHED, PACKED, PUBLISHED, READY, STAGED, Stop, stop
 from shmstage.timeline.trace_slots import Occupation, close_open, occupations
 from shmstage.timeline.trace_tracks import Mark, arguments, is_number, plain_text, slot_track
@@ -22,6 +24,7 @@ _COUNTERS: Final = {
 _VERBS: Final = {
     "group_arrived": "group", "data_wait": "wait for data", "slot_acquired": "wait for slot", "packed": "pack",
     "published": "publish", "bookkept": "bookkeeping", "staged": "stage", "patched": "patch",
+    "scored": "score",
 }  # fmt: skip
 #: the figure that says what a span was about
 _NAMED_BY: Final = {
@@ -94,18 +97,19 @@ class _Hand:
             self._drawing.produced += stop(named.id, PUBLISHED, one.published, mark)
 
     def _device(self, number: int, process: ProcessEvents) -> None:
-        works = device_works(process.events)
-        for work in works:
+        for work in device_works(process.events):
             track = "update" if work.kind == UPDATE else "device"
             # without its dispatch only the end is known
             begin, end = (work.end, None) if work.begin is None else (work.begin, work.end)
             mark = self._mark(number, track, begin, end, work.kind, work.event, work.event.figures)
             if work.kind != UPDATE:
                 self._drawing.consumed += stop(work.event.id, READY, work.end, mark)
-        for boundary in boundaries(works, process.events):
-            for begin, end in boundary.windows:
-                args = {"step": boundary.step, "boundary_idle_s": boundary.idle_s}
-                self._drawing.marks.append(Mark(number, "idle", begin, end, f"idle after step {boundary.step}", args))
+        # of this trainer alone: every one waits for itself
+        for boundary in (found for attempt in attempts_of([process]) for found in boundaries_of(attempt)):
+            step, idle = boundary.before.step, boundary.idle
+            for begin, end in (*idle.before_update, *idle.after_update):
+                args = {"step": step, "boundary_idle_s": idle.idle_ns / 1e9}
+                self._drawing.marks.append(Mark(number, "idle", begin, end, f"idle after step {step}", args))
 
     def _mark(self, number: int, track: str, begin: int, end: int | None, verb: str, of: Event, figures: Any) -> Mark:
         digest = self._digests.get(of.id, "")

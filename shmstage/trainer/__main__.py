@@ -13,8 +13,10 @@ from typing import final
 
 from shmstage.child import Lifeline, run_child
 from shmstage.errors import PoolError, ShmstageError
+from shmstage.events import Events, open_events
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.sweep import sweep
+from shmstage.memory.usage import own_use
 from shmstage.settings import Settings
 from shmstage.trainer.attachment import Attachment
 from shmstage.trainer.load import load_engine
@@ -24,6 +26,7 @@ from shmstage.trainer.worker import Worker
 from shmstage.transport.endpoints import endpoint_for
 from shmstage.transport.server import Pending, Server
 from shmstage.transport.zmq import ZmqServerChannel
+from shmstage.wire.handles import named_by
 from shmstage.wire.messages import PROTOCOL_VERSION, Hello, TicketEvent, TokenEvent, Welcome
 
 log = logging.getLogger("shmstage.trainer")
@@ -56,6 +59,8 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
         server = Server(ZmqServerChannel.bind(endpoint_for(settings.run, "trainer")), incarnation=_new_incarnation())
         stack.callback(server.close)
         server.start()
+        events = open_events(settings, "trainer", server.incarnation, own_use)
+        stack.callback(events.close)
         ending = _Ending(lifeline, settings.stop_grace_s)
         stack.callback(ending.close)
         emit: Emit = server.emit
@@ -73,7 +78,8 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
             timeout_s=WORKER_PATIENCE * settings.call_timeout_s,
             cancelled=lambda: server.hello_waiting or ending.is_due(),
             numa=settings.numa,
-            attach=partial(Attachment, host_register=settings.host_register),
+            attach=partial(Attachment, host_register=settings.host_register, events=events),
+            events=events,
         )
         stack.callback(worker.close)
         while not worker.finished and not ending.is_due():
@@ -81,7 +87,7 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
             if pending is None or pending.hello is not None:  # who asks for something else lives
                 ending.notice_death(worker.orchestrator_held)
             if pending is not None:
-                _answer(pending, worker, server, identity, ending)
+                _answer(pending, worker, server, identity, ending, events)
 
 
 @final
@@ -132,8 +138,12 @@ class _Ending:
 
 
 def _answer(
-    pending: Pending, worker: Worker, server: Server, identity: ProcessIdentity, ending: _Ending
+    pending: Pending, worker: Worker, server: Server, identity: ProcessIdentity, ending: _Ending, events: Events
 ) -> None:
+    begun_ns = time.monotonic_ns()
+    step, index, request_id = named_by(pending.arguments)
+    note = partial(events.note, step=step, index=index, request_id=request_id)
+    note("received", begun_ns, command=pending.command, sequence=pending.sequence)
     try:
         if pending.hello is not None:
             info = worker.attach(pending.hello)
@@ -149,7 +159,9 @@ def _answer(
         log.warning("%s refused or failed: %s: %s", pending.command, kind, error, exc_info=error.__cause__)
         pending.fail(error)
     finally:
+        answered_ns = time.monotonic_ns()
         worker.completions.release()
+        note("executed", begun_ns, answered_ns, command=pending.command, sequence=pending.sequence)
 
 
 def _new_incarnation() -> int:

@@ -9,6 +9,7 @@ from typing import Any, Literal, final
 import jax
 
 from shmstage.errors import HostRegistrationError, PoolError, ProtocolError
+from shmstage.events import NO_EVENTS, Events
 from shmstage.memory.handle import Handle
 from shmstage.memory.layout import Layout
 from shmstage.memory.reader import Lease, PoolReader
@@ -31,6 +32,7 @@ class Attachment:
         *,
         host_register: Literal["auto", "off"] = "auto",
         registry_for: Callable[[Collection[Any]], HostRegistry] = registry_for,
+        events: Events = NO_EVENTS,
     ) -> None:
         """Map ``hello.pool`` and register its slots with the runtime of the devices that the engine uploads to.
 
@@ -39,6 +41,7 @@ class Attachment:
         layouts = [Layout.from_wire(each) for each in hello.layouts]
         for layout in layouts:
             refuse_narrowing((field.name, field.dtype) for field in layout.fields)
+        self._events = events
         self.run_id = hello.run_id
         self.epoch = hello.epoch
         self.pool = hello.pool
@@ -78,7 +81,7 @@ class Attachment:
 
     def lease(self, handle: Handle) -> Lease:
         self.layout(handle.layout_id)
-        return self._reader.lease(handle)
+        return self._reader.lease(handle, self._note_ended)
 
     def is_aux(self, handle: Handle) -> bool:
         """True for a slot that no micro-batch to be trained lies in."""
@@ -91,11 +94,21 @@ class Attachment:
         except PoolError as error:
             return f"slots that cannot be told: {error}"
 
+    def _note_ended(self, handle: Handle) -> None:
+        if self.is_aux(handle):  # its step and index would name a micro-batch that is trained
+            self._events.note("lease_ended", slot=handle.slot, generation=handle.generation)
+        else:
+            self._events.note(
+                "lease_ended", step=handle.step, index=handle.index, request_id=handle.request_id, slot=handle.slot,
+                generation=handle.generation,
+            )  # fmt: skip
+
     def end_withdrawn(self, pairs: Sequence[Sequence[int]]) -> None:
         """End the leases of slots the producer took back; one it has reused since needs no ending."""
         for slot, generation in pairs:
             with suppress(ProtocolError):
                 self._reader.end_lease(slot, generation)
+                self._events.note("lease_ended", slot=slot, generation=generation)
 
     def close(self) -> None:
         """Unmap, when no upload reads the pool any more. Raises ``PoolError`` while arrays over it live."""

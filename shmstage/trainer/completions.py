@@ -6,10 +6,12 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from functools import partial
+from typing import Any, final
 
 import jax
 
+from shmstage.events import NO_EVENTS, Events
 from shmstage.memory.handle import Handle
 from shmstage.trainer.reporting import report
 from shmstage.trainer.step_health import StepHealth
@@ -42,11 +44,13 @@ class Completions:
         *,
         timeout_s: float = 600.0,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        events: Events = NO_EVENTS,
     ) -> None:
         self.health = StepHealth(timeout_s)
         self._emit = emit
         self._timing = timing
         self._clock_ns = clock_ns
+        self._events = events
         self._compute = TokenWatcher("compute", clock_ns=clock_ns)
         self._uploads = TokenWatcher("uploads", at_once=True, clock_ns=clock_ns)
         self._failures: queue.SimpleQueue[Failure] = queue.SimpleQueue()
@@ -75,6 +79,9 @@ class Completions:
             self._timing.dispatched(step, request_id, -1 if updates else index, begin_ns, end_ns)
         if updates:
             self.health.update_began(step)
+        of = (-1, "") if updates else (index, request_id)
+        note = partial(self._events.note, step=step, index=of[0], request_id=of[1])
+        note("dispatched", begin_ns, end_ns, kind=kind)
 
         def on_ready(ready_ns: int, error: str) -> None:
             on_over()
@@ -83,9 +90,12 @@ class Completions:
                 error = self.health.update_verdict(step, error)
             stamps = {"dispatch_begin_ns": begin_ns, "dispatch_end_ns": end_ns, "ready_ns": ready_ns}
             error = self._report(TokenEvent(0, kind, request_id, step, index, not error, error, stamps))
+            failed: dict[str, Any] = {"error": error} if error else {}
             if updates:
+                note("landed", ready_ns, **failed)
                 self.health.update_over(step, error, ready_ns)
             else:
+                note("ready", ready_ns, kind=kind, **failed)
                 self.health.forward_over(step, error and f"{kind} of {request_id}: {error}")
 
         if token is None:
@@ -97,8 +107,10 @@ class Completions:
         """Watch computed arrays that nobody outside asks about (scores, evaluations)."""
         self._compute.watch(arrays, lambda ready_ns, error: on_over())
 
-    def upload_reporter(self, handle: Handle, kind: str, begin_ns: int) -> Callable[[int, str], None]:
-        """What to call when an upload is over: emits ``staged`` or ``patched`` with its stamps."""
+    def upload_reporter(
+        self, handle: Handle, kind: str, begin_ns: int, nbytes: int = 0
+    ) -> Callable[[int, str], None]:
+        """What to call when an upload of ``nbytes`` is over: emits ``staged`` or ``patched`` with its stamps."""
         begin, ready = UPLOAD_STAMPS[kind]
         self.health.upload_began(handle.step)
 
@@ -108,6 +120,11 @@ class Completions:
                 TokenEvent(0, kind, handle.request_id, handle.step, handle.index, not error, error, stamps)
             )
             self.health.upload_over(handle.step, error and f"upload of {handle.request_id}: {error}")
+            if not error:
+                self._events.note(
+                    kind, begin_ns, ready_ns, step=handle.step, index=handle.index, request_id=handle.request_id,
+                    nbytes=nbytes,
+                )  # fmt: skip
 
         return on_ready
 

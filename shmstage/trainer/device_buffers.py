@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from shmstage.errors import CancelledError, PoolError, TrainerError, WaitTimeoutError
+from shmstage.events import NO_EVENTS, Events
 from shmstage.memory.aligned import aligned_buffer
 from shmstage.memory.handle import Handle
 from shmstage.memory.layout import Layout
@@ -82,6 +83,9 @@ class _Buffer:
     dispatched: int = 0
     computing: set[int] = field(default_factory=set)
     memory: np.ndarray[Any, Any] = field(default_factory=lambda: np.empty(0, np.uint8))
+    #: whose retirement is still to be noted, and when its latest condition came true
+    noted_of: Handle | None = None
+    changed_ns: int = 0
 
     @property
     def retired(self) -> bool:
@@ -110,6 +114,7 @@ class DeviceBuffers:
         timeout_s: float = 600.0,
         cancelled: Callable[[], bool] = lambda: False,
         put: Put | None = None,
+        events: Events = NO_EVENTS,
     ) -> None:
         """``watch`` waits for uploads; ``cancelled`` is polled while waiting for a place (``CancelledError``).
 
@@ -120,7 +125,8 @@ class DeviceBuffers:
         self._timeout_s = timeout_s
         self._cancelled = cancelled
         self._put = put or _put
-        self._news: queue.SimpleQueue[tuple[str, int, int, int]] = queue.SimpleQueue()
+        self._events = events
+        self._news: queue.SimpleQueue[tuple[str, int, int, int, int]] = queue.SimpleQueue()
         self._placements: dict[int, Layout] = {}
 
     def upload(
@@ -147,6 +153,7 @@ class DeviceBuffers:
             buffer.dropped = True
         buffer.holder, buffer.settled = lease.handle.request_id, False
         buffer.dispatched, buffer.computing = 0, {0}
+        buffer.noted_of, buffer.changed_ns = lease.handle, 0
         self._watch(list(arrays.values()), report)
         return StagedBatch(buffer.holder, number, arrays)
 
@@ -154,7 +161,11 @@ class DeviceBuffers:
 
     def settled(self, buffer: int) -> None:
         """The engine will not run this place's micro-batch again; its tokens are known by now."""
-        self._buffers[buffer].settled = True
+        place = self._buffers[buffer]
+        if not place.settled:
+            place.settled = True
+            self._note("settled", place, now := time.monotonic_ns())
+            self._changed(buffer, now)
 
     def resolver(self, buffer: int) -> Callable[[], None]:
         """A program over the place's arrays is being dispatched: what to call, from any thread, when it is over.
@@ -165,13 +176,14 @@ class DeviceBuffers:
         use, number = place.use, place.dispatched
         place.dispatched += 1
         place.computing.add(number)
-        return lambda: self._news.put(("resolved", buffer, use, number))
+        return lambda: self._news.put(("resolved", buffer, use, number, time.monotonic_ns()))
 
     def discard(self, batch: StagedBatch) -> None:
         """Give up a batch that no program was given."""
         batch.take()
         self._buffers[batch.buffer].settled = True
         self._buffers[batch.buffer].computing.clear()
+        self._changed(batch.buffer, time.monotonic_ns())
 
     def retired(self) -> list[int]:
         """The places free now."""
@@ -197,7 +209,11 @@ class DeviceBuffers:
             buffer.memory = aligned_buffer(placement.nbytes, aliasing.ALIGNMENT)
         use = buffer.use
         buffer.dropped = False
-        base = aliasing.exported(buffer.memory, lambda: self._news.put(("dropped", number, use, 0)))
+
+        def dropped() -> None:
+            self._news.put(("dropped", number, use, 0, time.monotonic_ns()))
+
+        base = aliasing.exported(buffer.memory, dropped)
         views = placement.views(base, 0)
         for name, source in sources.items():
             try:
@@ -273,8 +289,8 @@ class DeviceBuffers:
             except queue.Empty:
                 return
 
-    def _take(self, news: tuple[str, int, int, int]) -> None:
-        what, number, use, token = news
+    def _take(self, news: tuple[str, int, int, int, int]) -> None:
+        what, number, use, token, at_ns = news
         buffer = self._buffers[number]
         if buffer.use != use:
             return
@@ -282,6 +298,24 @@ class DeviceBuffers:
             buffer.computing.discard(token)
         else:
             buffer.dropped = True
+        self._changed(number, at_ns)
+
+    # --- what is noted --------------------------------------------------------------------------------------
+
+    def _changed(self, number: int, at_ns: int) -> None:
+        """One of the conditions of ``retired`` came true at ``at_ns``, which may be a while ago."""
+        buffer = self._buffers[number]
+        buffer.changed_ns = max(buffer.changed_ns, at_ns)
+        if buffer.retired and buffer.noted_of is not None:
+            self._note("retired", buffer, buffer.changed_ns, buffer=number)
+            buffer.noted_of = None
+
+    def _note(self, event: str, of: _Buffer, at_ns: int, **figures: int) -> None:
+        handle = of.noted_of
+        if handle is not None:
+            self._events.note(
+                event, at_ns, step=handle.step, index=handle.index, request_id=of.holder, **figures
+            )
 
 
 def _fields(lease: Readable) -> dict[str, np.ndarray[Any, Any]]:

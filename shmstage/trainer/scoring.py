@@ -83,7 +83,7 @@ class Scorer:
             check_upload()
             return found
 
-        return self._snapshots.submit("eval", handle.step, resolve, apart=True)
+        return self._snapshots.submit("eval", handle.step, resolve, apart=True, of=handle, about="eval")
 
     def patch_staged(self, request_id: str, fields: list[str], loss_tokens: int) -> None:
         """Read late fields of the staged micro-batch from its slot again; patching twice changes nothing.
@@ -105,7 +105,8 @@ class Scorer:
             stage.lease.check()
             shardings = self._stepper.attachment.shardings(stage.handle.layout_id)
             arrays = jax.device_put(copies, {name: shardings[name] for name in copies})
-            report = self._completions.upload_reporter(stage.handle, "patched", begin_ns)
+            nbytes = sum(copy.nbytes for copy in copies.values())
+            report = self._completions.upload_reporter(stage.handle, "patched", begin_ns, nbytes)
             self._completions.watch_upload(list(arrays.values()), report)
             stage.patched.update(fields)
             if stage.patched >= set(layout.late_names):
@@ -123,7 +124,7 @@ class Scorer:
             check_upload()
             return _write_late(handle, name, values, lease)
 
-        return self._snapshots.submit("logps", handle.step, resolve, apart=True)
+        return self._snapshots.submit("logps", handle.step, resolve, apart=True, of=handle, about=role)
 
     def _run(
         self, lease: Lease, program: Callable[[Mapping[str, jax.Array]], Any], *, keep_lease: bool

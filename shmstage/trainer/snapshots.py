@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from shmstage.errors import CancelledError, WaitTimeoutError
+from shmstage.events import NO_EVENTS, Events
+from shmstage.memory.handle import Handle
 from shmstage.trainer.reporting import describe, python_numbers, report
 from shmstage.wire.messages import TicketEvent
 
@@ -37,6 +39,8 @@ class _Ticket:
     copy: Copy | None
     write: Write | None
     begin_ns: int
+    of: Handle | None
+    about: str
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -52,6 +56,7 @@ class Snapshots:
         on_done: Callable[[str, int, str], None] = lambda kind, step, error: None,
         cancelled: Callable[[], bool] = lambda: False,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        events: Events = NO_EVENTS,
     ) -> None:
         """``on_done(kind, step, error)`` runs before the ticket's event is emitted, on a snapshot thread.
 
@@ -61,6 +66,7 @@ class Snapshots:
         self._on_done = on_done
         self._cancelled = cancelled
         self._clock_ns = clock_ns
+        self._events = events
         self._number = 0
         self._holding: list[_Ticket] = []
         self._open: list[_Ticket] = []
@@ -76,17 +82,18 @@ class Snapshots:
             thread.start()
 
     def submit(
-        self, kind: str, step: int, copy: Copy, write: Write | None = None, *, holds: bool = False, apart: bool = False
-    ) -> int:
+        self, kind: str, step: int, copy: Copy, write: Write | None = None, *, holds: bool = False, apart: bool = False,
+        of: Handle | None = None, about: str = "",
+    ) -> int:  # fmt: skip
         """Queue ``copy`` and, after it, ``write``; returns the ticket's number.
 
         The ticket resolves with what the last of them returns. ``holds``: ``copy`` reads arrays that the next update
         donates, so that update waits for it. ``apart``: it reads nothing of the kind, writes nothing, and somebody
-        waits for it, so it overtakes those that are not.
+        waits for it, so it overtakes those that are not. ``of``, ``about``: what was computed from which micro-batch.
         """
         assert not (apart and (holds or write)), "what is copied apart holds nothing up and is not written"
         self._number += 1
-        ticket = _Ticket(self._number, kind, step, copy, write, self._clock_ns())
+        ticket = _Ticket(self._number, kind, step, copy, write, self._clock_ns(), of, about)
         self._open = [t for t in self._open if not t.done.is_set()]
         self._open.append(ticket)
         if holds:
@@ -177,4 +184,22 @@ class Snapshots:
         except Exception:
             log.exception("ticket %d (%s %d) was not noted as over", ticket.number, ticket.kind, ticket.step)
         report(self._emit, TicketEvent(0, ticket.number, ticket.kind, ticket.step, error is None, told, text, stamps))
+        self._note(ticket, stamps["done_ns"], told, text)
         ticket.done.set()
+
+    def _note(self, ticket: _Ticket, done_ns: int, value: Mapping[str, Any], error: str) -> None:
+        """The stamps are those of the ticket's event: who reads one or the other finds the same idle."""
+        step = ticket.step
+        failed: dict[str, Any] = {"error": error} if error else {}
+        if ticket.of is not None:
+            index, request_id = ticket.of.index, ticket.of.request_id
+            self._events.note(
+                "scored", ticket.begin_ns, done_ns, step=step, index=index, request_id=request_id, kind=ticket.about,
+                **failed,
+            )  # fmt: skip
+            return
+        self._events.note("ticketed", ticket.begin_ns, done_ns, step=step, kind=ticket.kind, **failed)
+        if ticket.kind == "checkpoint" and not error:
+            self._events.note("checkpoint_durable", done_ns, step=step)
+        if ticket.kind == "weights" and not error and not value.get("skipped"):
+            self._events.note("weights_published", done_ns, step=step, version=step)

@@ -185,7 +185,8 @@ class Stepper:
         shardings = self.attachment.shardings(handle.layout_id)
         self._buffers.wait_retired()  # before the stamp: waiting for a place is not uploading
         begin_ns = self._clock_ns()
-        report = self._completions.upload_reporter(handle, "staged", begin_ns)
+        nbytes = self.attachment.layout(handle.layout_id).payload_nbytes
+        report = self._completions.upload_reporter(handle, "staged", begin_ns, nbytes)
         try:
             with self._annotate("stage", handle.step, handle.request_id):
                 batch = self._buffers.upload(lease, shardings, report, keep_lease=keep_lease)

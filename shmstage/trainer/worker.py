@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from shmstage.errors import CheckpointError, EngineError, PeerRestartedError, PoolError, ProtocolError, ShmstageError
+from shmstage.events import NO_EVENTS, Events
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.reservation import Numa
 from shmstage.records import JsonLines
@@ -65,12 +66,12 @@ class Worker:
         attach: Callable[[Hello, TrainEngine], Attachment] = Attachment,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         wall_s: Callable[[], float] = time.time,
+        events: Events = NO_EVENTS,
     ) -> None:
         self._engine = engine
         self._waits_for_snapshots = not getattr(engine, "snapshots", True)
         self._identity = identity
-        self._incarnation = incarnation
-        self._numa = numa
+        self._incarnation, self._numa = incarnation, numa
         self._attach = attach
         self._timeout_s = timeout_s
         self._clock_ns = clock_ns
@@ -81,13 +82,13 @@ class Worker:
         self.finished = False
         self._gate = Gate()
         self._timing = StepTiming()
-        self._snapshots = Snapshots(emit, on_done=self._on_ticket_done, cancelled=cancelled, clock_ns=clock_ns)
-        self.completions = Completions(emit, self._timing, timeout_s=timeout_s, clock_ns=clock_ns)
-        watch = self.completions.watch_upload
-        put = getattr(engine, "put", None)
-        self._buffers = DeviceBuffers(device_buffers, watch, timeout_s=timeout_s, cancelled=cancelled, put=put)
+        stamped: Any = {"clock_ns": clock_ns, "events": events}
+        self._snapshots = Snapshots(emit, on_done=self._on_ticket_done, cancelled=cancelled, **stamped)
+        self.completions = Completions(emit, self._timing, timeout_s=timeout_s, **stamped)
+        waits: Any = {"watch": self.completions.watch_upload, "timeout_s": timeout_s, "cancelled": cancelled}
+        self._buffers = DeviceBuffers(device_buffers, put=getattr(engine, "put", None), events=events, **waits)
         # of its own: a place among the trained ones could depend on the very micro-batch that waits to be scored
-        score_buffers = DeviceBuffers(1, watch, timeout_s=timeout_s, cancelled=cancelled)
+        score_buffers = DeviceBuffers(1, **waits)
         parts = (self.completions, self._snapshots)
         self._stepper = Stepper(
             engine, self._gate, self._buffers, *parts,
@@ -95,9 +96,8 @@ class Worker:
         )  # fmt: skip
         self._scorer = Scorer(engine, self._gate, score_buffers, *parts, self._stepper, timeout_s, clock_ns)
         self._first_checkpoint_durable = False
-        self._commands: dict[str, Callable[[Arguments], Result]] = {
-            name: getattr(self, f"_{name}") for name in sorted(COMMANDS)
-        }
+        names = sorted(COMMANDS)
+        self._commands: dict[str, Callable[[Arguments], Result]] = {name: getattr(self, f"_{name}") for name in names}
 
     # --- the two doors --------------------------------------------------------------------------------------
 

@@ -106,6 +106,11 @@ class Client:
         """The server's incarnation as of the last ``hello``; 0 before."""
         return self._incarnation
 
+    @property
+    def sequence(self) -> int:
+        """Of the last call; 0 before the first."""
+        return self._sequence
+
     def hello(self, hello: Hello, timeout_s: float) -> Welcome:
         """Opens a session, repeating itself until the server is up and answers.
 

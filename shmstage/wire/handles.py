@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
+from shmstage.errors import ProtocolError
 from shmstage.memory.handle import Handle
 from shmstage.wire.schema import U32, U64, Check, Where, flag, refusal
 
@@ -73,3 +75,18 @@ def handle_from_wire(value: object) -> Handle:
     check_handle(value, "handle")
     assert isinstance(value, list)
     return Handle(*value)
+
+
+def named_by(arguments: Mapping[str, Any]) -> tuple[int, int, str]:
+    """(step, index, request id) of what arguments name; -1, -1 and "" where they name none. Never raises."""
+    try:
+        if "handle" in arguments:
+            handle = handle_from_wire(arguments["handle"])
+            return handle.step, handle.index, handle.request_id
+        if "request_id" in arguments:
+            name = str(arguments["request_id"])
+            step, _, index = name.partition("@")[0].partition(".")
+            return int(step), int(index), name
+        return int(arguments.get("step", arguments.get("version", -1))), -1, ""
+    except (ProtocolError, ValueError, TypeError):
+        return -1, -1, ""

@@ -43,6 +43,8 @@ MS = 1_000_000
 class InstantTrainer:
     """Stands where the transport client stands; every command is done when it returns, its events come next."""
 
+    sequence = 0
+
     def __init__(self) -> None:
         self.received: list[dict[str, Any]] = []
         self.pending: list[TokenEvent | TicketEvent] = []

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shmstage.events import LANES
-from shmstage.timeline.reading import FOLDER, Event, ProcessEvents
+from shmstage.events import FOLDER, LANES
+from shmstage.timeline.reading import Event, ProcessEvents
 
 MS = 1_000_000
 MICROBATCH, UPDATE, UPLOAD, PACK = 10 * MS, 2 * MS, 4 * MS, 3 * MS

@@ -84,7 +84,7 @@ def test_the_idle_of_a_boundary_is_marked_to_the_nanosecond() -> None:
 def test_time_in_which_the_devices_scored_is_not_marked_as_idle() -> None:
     orchestrator, trainer, truth = schedule(steps=2, late_first=4 * MS)
     landed = truth.updates[0][1]
-    scored = event("executed", landed + 1 * MS, landed + 2 * MS, command="per_token_logps")
+    scored = event("scored", landed + 1 * MS, landed + 2 * MS, kind="actor")
     trainer.events.append(scored)
     zero = origin(orchestrator, trainer)
     assert [nanoseconds(e) for e in on_track(traced(orchestrator, trainer), "idle")] == [

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shmstage.events import LANES
 from shmstage.testing.trace_checker import faults_of
 from shmstage.timeline.clocks import on_one_axis
-from shmstage.timeline.idle import BoundaryInstants, boundary_idle_s, idle_windows
+from shmstage.timeline.idle import BoundaryInstants, boundary_idle
 from shmstage.timeline.reading import Event, ProcessEvents
 from shmstage.timeline.trace import trace_events
 
@@ -96,9 +96,10 @@ def test_the_marked_windows_sum_up_to_the_idle(
 ) -> None:
     at = BoundaryInstants(*instants)
     microbatch_s = None if microbatch is None else microbatch / 1e9
-    windows = idle_windows(at, microbatch_s, busy)
+    idle = boundary_idle(at, microbatch_s, busy)
+    windows = [*idle.before_update, *idle.after_update]
     assert all(begin < end for begin, end in windows)
-    assert sum(end - begin for begin, end in windows) == round(boundary_idle_s(at, microbatch_s, busy) * 1e9)
+    assert sum(end - begin for begin, end in windows) == idle.idle_ns
 
 
 @pytest.mark.slow
