@@ -106,7 +106,10 @@ def test_what_is_odd_is_said() -> None:
         record(run, processes=processes, failures={"trainer": "EngineError: boom"}, notes=["odd"], state="failed")
     )
     text = "\n".join(report.warnings)
-    for wanted in ("the trainer failed: EngineError: boom", "odd", "5 could not be written, or came faster", "2 lines are damaged", "made room"):
+    for wanted in (
+        "the trainer failed: EngineError: boom", "odd", "5 could not be written, or came faster", "2 lines are damaged",
+        "made room",
+    ):  # fmt: skip
         assert wanted in text
     assert "another idle than the step line" in text and "at step 3" in text
 
