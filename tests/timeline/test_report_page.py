@@ -64,7 +64,7 @@ def test_it_renders_asks_for_nothing_and_fits(one: Path, tmp_path: Path, size: t
         assert page.evaluate(OVERFLOW) == 0
         for table in page.locator("details.table").all():
             table.locator("summary").click()
-            assert table.locator("tbody tr").count() > 3
+            table.locator("tbody tr").nth(3).wait_for()  # made when it is opened, a turn of the browser's later
         page.click("#view-range")
         assert page.evaluate(OVERFLOW) == 0
         assert sum(map(int, page.evaluate(BACKGROUND)[4:-1].split(", "))) < 150 or colours == "light"
@@ -217,6 +217,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     with chromium() as browser:
         page = browser.open(page_file)
         page.click("#spans-table summary")
+        page.locator("#spans-table tbody tr").first.wait_for()
         assert page.locator("img").count() == 0 and page.locator("script").count() == 2
         assert hostile in page.locator("#panels h3").first.inner_text()
         assert hostile in page.locator("#spans-table").inner_text()
