@@ -6,6 +6,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -296,33 +297,32 @@ while True:
         pool.end_leases_of(0)   # as if the reader were dead: the slot is rewritten under it
 """
     layout = Layout.of({"x": ("int64", (1 << 19,))})
-    whole = refused = 0
 
-    def read(reader: PoolReader) -> None:
-        nonlocal whole, refused
+    def read(reader: PoolReader) -> str:
         try:
             lease = reader.lease(reader.published_in(0))
             seen = lease.views["x"].copy()
             lease.check()
             lease.end()
         except (StaleHandleError, ProtocolError):
-            refused += 1
-            return
+            return "refused"
         assert seen.min() == seen.max() > 0
-        whole += 1
+        return "whole"
 
     for _ in range(5):
         owner = start_child(code)
         reader = PoolReader.attach(owner.line(), run_id=RUN, epoch=1)
         reader.register(layout)
-        for _ in range(100):
-            read(reader)
+        seen = Counter[str]()
+        deadline = time.monotonic() + 60.0
+        while min(seen["whole"], seen["refused"]) < 3:  # both happened beside it, however the machine shares its cores
+            assert time.monotonic() < deadline, seen
+            seen[read(reader)] += 1
         owner.kill()
         assert reader.owner.dead()
         read(reader)  # what it left is either whole or refused
         assert reader.held_by_owner() == "" or "slot 0" in reader.held_by_owner()
         reader.close()
-    assert whole > 10 and refused > 10
     assert len(sweep(RUN)) == 10 and list_objects(RUN) == []
 
 
