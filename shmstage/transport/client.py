@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 from shmstage.errors import (
@@ -61,6 +62,21 @@ class _OneAtATime:
 
     def __exit__(self, *raised: object) -> None:
         self._lock.release()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PendingCall:
+    """A call whose answer nobody has waited for yet."""
+
+    command: str
+    sequence: int
+    frame: bytes
+    sent_at: float
+    sent: bool
+
+    def describe(self) -> str:
+        return f"{self.command} (sequence {self.sequence})"
 
 
 @final
@@ -150,19 +166,32 @@ class Client:
         (nothing was done), ``PeerLostError`` if its process is dead, ``WaitTimeoutError`` past the deadline: then
         the command may still run, until a later call cancels it.
         """
+        return self.finish(self.begin(command, arguments), timeout_s=timeout_s, retry_s=retry_s)
+
+    def begin(self, command: str, arguments: dict[str, Any]) -> PendingCall:
+        """Sends the request of a call and does not wait: the way to call several servers at once.
+
+        Of one client only the newest call can be finished: a higher sequence cancels lower ones.
+        """
         with self._in_use:
             if self._incarnation == 0:
                 raise ProtocolError(f"{command} was called before hello()")
             self._sequence += 1
-            sequence = self._sequence
-            request = Request(self._epoch, self._incarnation, sequence, command, arguments)
-            what = f"{command} (sequence {sequence})"
+            frame = encode(Request(self._epoch, self._incarnation, self._sequence, command, arguments))
+            return PendingCall(command, self._sequence, frame, self._clock(), self._channel.send(frame))
+
+    def finish(self, pending: PendingCall, *, timeout_s: float, retry_s: float = RETRY_S) -> dict[str, Any]:
+        """Waits for the answer to what was begun; raises as ``call``. ``timeout_s`` counts from now."""
+        with self._in_use:
+            if pending.sequence != self._sequence:
+                raise ProtocolError(f"{pending.describe()} was overtaken by sequence {self._sequence}")
             answer = self._exchange(
-                encode(request),
-                what,
+                pending.frame,
+                pending.describe(),
                 timeout_s,
                 retry_s,
-                lambda m: isinstance(m, Reply) and (m.sequence == sequence or _is_refusal(m)),
+                lambda m: isinstance(m, Reply) and (m.sequence == pending.sequence or _is_refusal(m)),
+                sent_at=pending.sent_at if pending.sent else None,
             )
             assert isinstance(answer, Reply)
             if not answer.ok:
@@ -212,9 +241,17 @@ class Client:
     # --- one wait for all calls ------------------------------------------------------------------------------
 
     def _exchange(
-        self, frame: bytes, what: str, timeout_s: float, retry_s: float, accept: Callable[[Message], bool]
+        self,
+        frame: bytes,
+        what: str,
+        timeout_s: float,
+        retry_s: float,
+        accept: Callable[[Message], bool],
+        sent_at: float | None = None,
     ) -> Message:
-        send_at = now = self._clock()
+        """``sent_at``: when ``frame`` was sent the first time, if it was."""
+        now = self._clock()
+        send_at = now if sent_at is None else sent_at + retry_s
         deadline = now + timeout_s
         # At least one ping within the deadline, so that its error can say what the server was doing.
         self._ping_at = min(self._ping_at, now + timeout_s / 2)

@@ -9,7 +9,7 @@ Fields with a default are filled by the transport; the sender of the message lea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from shmstage.wire.handles import check_handle
@@ -25,7 +25,7 @@ from shmstage.wire.schema import (
     text,
 )
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised whenever a message changes shape. Both ends must agree; there is no negotiation."""
 
 
@@ -34,7 +34,9 @@ class Hello:
     """Opens a session: fixes run, epoch and pool, so that no later message repeats them.
 
     ``withdrawn`` lists the ``[slot, generation]`` pairs the producer took back; the receiver ends those leases.
-    ``lock_path``, ``pid`` and ``start_ticks`` let the receiver notice the sender's death.
+    ``lock_path``, ``pid`` and ``start_ticks`` let the receiver notice the sender's death. ``global_layouts``: of a
+    trainer that spans hosts the layouts of whole micro-batches, one for each of ``layouts``, which then hold this
+    host's ranges of them; empty where a slot holds whole micro-batches.
     """
 
     version: Annotated[int, Wire("v", U32)]
@@ -46,6 +48,7 @@ class Hello:
     lock_path: Annotated[str, Wire("k", text)]
     pid: Annotated[int, Wire("i", U32)]
     start_ticks: Annotated[int, Wire("s", U64)]
+    global_layouts: Annotated[list[Any], Wire("g", plain_list)] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
