@@ -57,6 +57,7 @@ SUITES = {
         Script("pack"),
         Script("memory", "--payload 64MB,256MB,1GB --rounds 2"),
         Script("overhead"),
+        Script("scale", "--microbatches 1,3,9"),
         Script("boundary_modes", keeps=False),
         Script("soak", "--handoffs 200000", keeps=False),
         Script("crash", keeps=False),
