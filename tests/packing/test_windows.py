@@ -297,3 +297,15 @@ def test_tiles_that_do_not_divide_a_micro_batch_are_no_layout() -> None:
             microbatch_layout(4, 8, **routed_layout, encoding=encoding, tiles=(1, 0))
     dense = microbatch_layout(4, 8, **routed_layout)
     assert microbatch_layout(4, 8, **routed_layout, tiles=(2, 2)) == dense
+
+
+def test_a_tile_has_room_for_its_own_tokens_or_for_the_most_that_there_may_be() -> None:
+    routed_layout: Any = {"optional": frozenset({"routing"}), "layers": 3, "top_k": 2, "experts": 16, "tiles": (2, 4)}
+    for limit, groups in [(0, 3), (17, 3), (16, 2), (9, 2), (8, 1)]:
+        packed = microbatch_layout(4, 40, **routed_layout, encoding="ragged_packed", max_real_tokens=limit)
+        shapes = {field.name: field.shape for field in packed.fields}
+        assert shapes["routed_experts_packed"] == (2, 4, groups, 3, 2, 4)
+        assert shapes["routed_experts_validity"] == (2, 4, groups, 3)
+        assert shapes["routed_experts_offsets"] == (2, 4, 3)
+        ragged = microbatch_layout(4, 40, **routed_layout, encoding="ragged", max_real_tokens=limit)
+        assert {f.name: f.shape for f in ragged.fields}["routed_experts_ragged"] == (2, 4, 8 * groups, 3, 2)
