@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from trainer.packed_by_seed import packed_layout, packed_microbatch
 from trainer.rig import Rig, microbatch, rigged
 from trainer.test_poison import poison
 
 from shmstage.demo.engine import make_engine
+from shmstage.errors import EngineError
 from shmstage.memory.layout import Layout
 from shmstage.testing.engines import toy_layout, toy_logps, toy_loss
 from shmstage.trainer.distributed import join
@@ -152,6 +153,19 @@ def begun(rig: Rig) -> None:
     assert first.ok, first.error
 
 
+def refused() -> str:
+    """What is said about parameters of which each host has a part."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    weights = jax.make_array_from_callback(
+        (32,), NamedSharding(mesh, PartitionSpec("data")), lambda index: np.zeros(32, np.float32)[index]
+    )
+    try:
+        OptaxEngine(toy_loss, {"b": jnp.zeros(()), "w": weights}, optax.sgd(1e-2), mesh, PartitionSpec("data"))
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     rank, hosts, port = map(int, sys.argv[1:4])
     what, *directories, output = sys.argv[4:]
@@ -167,6 +181,8 @@ def main() -> None:
                 else:
                     begun(rig)
                     found[case] = trained(rig, host)
+    if hosts > 1:
+        found["refused"] = refused()
     Path(output).write_text(json.dumps(found))
 
 
