@@ -80,7 +80,8 @@ class Host:
         several = self.whole if jax.process_count() > 1 else None
         local = Layout.of(specs, self.whole.late_names)
         with rigged(
-            lambda: self.engine, opened=False, aux_slots=1, layout=local, whole=several, content=self.part, verify="full",
+            lambda: self.engine, opened=False, aux_slots=1, layout=local, whole=several, content=self.part,
+            verify="full",
         ) as rig:  # fmt: skip
             assert rig.call("ranges", layout=self.whole.to_wire()) == self.told
             yield rig
