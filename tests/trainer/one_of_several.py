@@ -27,7 +27,7 @@ from shmstage.demo.engine import make_engine
 from shmstage.errors import EngineError
 from shmstage.memory.layout import Layout
 from shmstage.testing.engines import toy_layout, toy_logps, toy_loss
-from shmstage.trainer.distributed import join
+from shmstage.trainer.distributed import join, said_by_first
 from shmstage.trainer.host_copy import host_copy
 from shmstage.trainer.optax_engine import OptaxEngine
 from shmstage.trainer.ranges import ranges_of
@@ -154,17 +154,19 @@ def begun(rig: Rig) -> None:
     assert first.ok, first.error
 
 
-def refused() -> str:
-    """What is said about parameters of which each host has a part."""
+def refused() -> list[str]:
+    """What is said about parameters of which each host has a part, and about an engine that does not span the hosts."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     weights = jax.make_array_from_callback(
         (32,), NamedSharding(mesh, PartitionSpec("data")), lambda index: np.zeros(32, np.float32)[index]
     )
-    try:
-        OptaxEngine(toy_loss, {"b": jnp.zeros(()), "w": weights}, optax.sgd(1e-2), mesh, PartitionSpec("data"))
-    except EngineError as error:
-        return str(error)
-    return ""
+    said = []
+    for params, over in (({"b": jnp.zeros(()), "w": weights}, mesh), ({"b": jnp.zeros(()), "w": jnp.zeros(32)}, None)):
+        try:
+            OptaxEngine(toy_loss, params, optax.sgd(1e-2), over, PartitionSpec("data"))
+        except EngineError as error:
+            said.append(str(error))
+    return said
 
 
 def main() -> None:
@@ -184,6 +186,7 @@ def main() -> None:
                     found[case] = trained(rig, host)
     if hosts > 1:
         found["refused"] = refused()
+        found["agreed"] = [said_by_first("test", [3, 9][rank]), said_by_first("test", [None, 1][rank])]
     Path(output).write_text(json.dumps(found))
 
 

@@ -140,10 +140,18 @@ def test_the_first_host_alone_writes_checkpoints(both: list[Found]) -> None:
     assert [[found[case]["wrote"] for case in CASES] for found in both] == [[True] * 3, [False] * 3]
 
 
-def test_parameters_of_which_each_host_has_a_part_are_refused_when_the_engine_is_made(both: list[Found]) -> None:
+def test_what_no_host_has_whole_and_what_does_not_span_the_hosts_is_refused_when_the_engine_is_made(
+    both: list[Found],
+) -> None:
     for found in both:
-        assert "w [32]" in found["refused"]
-        assert "no host has all of it; replicate it over the hosts" in found["refused"]
+        parts, one = found["refused"]
+        assert "w [32]" in parts
+        assert "no host has all of it; replicate it over the hosts" in parts
+        assert "spans 2 hosts" in one
+
+
+def test_all_do_what_the_first_one_says(both: list[Found]) -> None:
+    assert [found["agreed"] for found in both] == [[3, None], [3, None]]
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
