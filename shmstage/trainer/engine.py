@@ -78,6 +78,15 @@ class TrainEngine(Protocol):
         """References to the parameters as the last update left them, by path, in tree order."""
 
 
+#: methods of ``OptionalMethods`` that settings depend on; ``info`` says which the engine has
+OPTIONAL = ("decodes_routing", "eval_step", "per_token_logps", "settle")
+
+
+def optional_of(engine: TrainEngine) -> list[str]:
+    """Those of ``OPTIONAL`` that an engine has."""
+    return [name for name in OPTIONAL if getattr(engine, name, None)]
+
+
 def restored(engine: TrainEngine, at_most: int | None) -> Mapping[str, object] | None:
     """``engine.restore``, bounded if the engine can: one that cannot takes its newest checkpoint."""
     bounded = at_most is not None and "at_most" in inspect.signature(engine.restore).parameters
@@ -117,7 +126,8 @@ class OptionalMethods(Protocol):
         """Issue the upload of one micro-batch's host arrays; ``jax.device_put`` where there is none.
 
         Returns at once. ``views`` lie in the slot and are read until the arrays are ready, and never afterwards. Asked
-        only if none of ``shardings`` is on the host's own devices, for micro-batches to be trained.
+        only if none of ``shardings`` is on the host's own devices, for micro-batches to be trained, and by a trainer of
+        one host.
         """
 
     def settle(self, upto: int) -> Mapping[int, jax.Array] | None:
