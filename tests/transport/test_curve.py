@@ -237,7 +237,7 @@ REFUSED = [CONNECTED, SHUT_OUT, GONE]
     ],
     ids=[
         "dies in handshakes", "closes every handshake", "resets every handshake", "is not there", "keeps dying",
-        "dies, but let us in", "is too slow", "lets us in and ends", "gives no greeting", "does not know us", "no curve",
+        "dies, but let us in", "slow", "lets us in and ends", "gives no greeting", "does not know us", "no curve",
     ],
 )  # fmt: skip
 def test_what_the_attempts_say_of_the_server(connect: Connect, told: list[tuple[int, int]], hopeless: bool) -> None:
