@@ -43,8 +43,14 @@ def _passes(
 ) -> Iterator[tuple[Place, Generator[DescribedGroup, None, None]]]:
     number, place = state.pass_number, state.place
     while passes is None or number <= passes:
-        yield place, _in_form(source.groups(place.cursor), form)
+        yield place, _in_form(_groups(source, number, place.cursor), form)
         number, place = number + 1, Place()
+
+
+def _groups(source: Groups, pass_number: int, cursor: int) -> Iterator[Any]:
+    """A source that keeps what it gave apart by pass is told which one it is."""
+    of_pass = getattr(source, "groups_of_pass", None)
+    return of_pass(pass_number, cursor) if of_pass is not None else source.groups(cursor)
 
 
 def _in_form(groups: Iterator[Any], form: HeldForm | None) -> Generator[DescribedGroup, None, None]:
@@ -93,6 +99,9 @@ class SourceReader:
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Every wait ends at once; a source that is busy in its own code is waited for, but not for ever."""
         self.queue.abort(StoppedError("reading the source was ended"))
+        stop_reading = getattr(self._source, "stop_reading", None)
+        if stop_reading is not None:  # it waits for somebody else, and can be told not to
+            stop_reading()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
