@@ -8,7 +8,6 @@ from typing import Any, TypeVar, final
 from shmstage.errors import ProtocolError, ShmstageError, StoppedError, shown
 from shmstage.transport.channel import Channel
 from shmstage.transport.client import Client
-from shmstage.transport.counting import CountingChannel
 from shmstage.wire.messages import Hello
 
 T = TypeVar("T")
@@ -25,7 +24,7 @@ class Doors:
         self.names = tuple(names)
         self.stop: Callable[[], bool] = lambda: False
         self._what = what
-        self._channels = [CountingChannel(channel) for channel in channels]
+        self._channels = tuple(channels)
         self._clients = [Client(channel, stop=lambda: self.stop()) for channel in self._channels]
 
     def __len__(self) -> int:
@@ -34,14 +33,15 @@ class Doors:
     @property
     def nbytes(self) -> int:
         """Sent and received so far."""
-        return sum(channel.nbytes for channel in self._channels)
+        return sum(channel.sent_nbytes + channel.received_nbytes for channel in self._channels)
 
     def who(self, host: int) -> str:
         return f"the {self._what} of {self.names[host]}"
 
-    def hello(self, hello: Hello, timeout_s: float) -> list[Mapping[str, Any]]:
+    def hello(self, hello: Hello, timeout_s: float) -> list[Answer]:
         """Open a session with each; returns what they tell of themselves."""
-        return [self._named(host, lambda c: c.hello(hello, timeout_s)).info for host in range(len(self))]
+        welcomes = [self._named(host, lambda client: client.hello(hello, timeout_s)) for host in range(len(self))]
+        return [Answer(welcome.info, f"{self.who(host)}, hello") for host, welcome in enumerate(welcomes)]
 
     def call(self, host: int, command: str, arguments: dict[str, Any], *, timeout_s: float) -> Answer:
         """Ask one host."""

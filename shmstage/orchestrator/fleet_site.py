@@ -6,13 +6,13 @@ this process; every call has its deadline all the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from shmstage.errors import ProtocolError, shown
+from shmstage.errors import ProtocolError
 from shmstage.events import Events
 from shmstage.memory.layout import Layout
 from shmstage.orchestrator.connection import Connection, Interrupt
@@ -31,8 +31,8 @@ from shmstage.orchestrator.handle_book import HandleBook
 from shmstage.orchestrator.layouts import Layouts, layouts_of
 from shmstage.orchestrator.site import Evaluation, Workplace
 from shmstage.orchestrator.trainer_fleet import Member, TrainerFleet
+from shmstage.packing.fields import microbatch_layout
 from shmstage.packing.reference import Described
-from shmstage.packing.routing import is_encoded
 from shmstage.packing.window import Window
 from shmstage.settings import Settings
 from shmstage.transport.channel import Channel
@@ -128,17 +128,16 @@ class FleetSite:
             version=PROTOCOL_VERSION, run_id=settings.run, epoch=epoch, pool="", layouts=[], withdrawn=[],
             lock_path="", pid=0, start_ticks=0,
         )  # fmt: skip
-        told = [Answer(info, self._stores.who(host)) for host, info in enumerate(self._met(self._stores))]
-        self._source = FleetSource(
-            self._stores, told, passes=settings.passes, timeout_s=settings.call_timeout_s, stop=stop_requested
-        )
+        told = self._stores.hello(self._hello, settings.start_timeout_s)
+        self._source = FleetSource(self._stores, told, passes=settings.passes, timeout_s=settings.call_timeout_s)
         self._evaluation: EvaluationReferences | None = None
         if settings.eval_bundle is not None:
             self._evaluation = self._source.evaluation()
         self._layouts: Layouts
+        #: layout of whole micro-batches → where they lie
         self._places: dict[int, _Place] = {}
         self._pools: list[Answer] = []
-        self._packers: list[FleetPacker] = []
+        self._packer: FleetPacker | None = None
 
     @property
     def first(self) -> Described:
@@ -149,46 +148,107 @@ class FleetSite:
         return self._layouts
 
     def open(self) -> None:
-        """Trainers let go of what was before, then say what lies where; then agents reserve their pools."""
+        """Trainers let go of what was before and say what lies where; then the agents reserve their pools."""
         settings = self._settings
         self._fleet.hello([self._hello] * len(self._names), settings.start_timeout_s)
         for doors in (self._feeds, self._auxes):
-            self._met(doors)
+            doors.hello(self._hello, settings.start_timeout_s)
         evaluated = self._evaluation.first if self._evaluation is not None else None
-        self._layouts = layouts_of(settings, self.first, evaluated, tiles=self._tiles(evaluated))
-        for layout in self._layouts.all:
-            ranges = self._ranges(layout)
-            windows = tuple(each.window for each in ranges)
-            check_cover(windows, settings.rows, settings.tokens)
-            local = the_same_on_all([local_layout(layout, each) for each in ranges], self._names)
-            self._places[layout.layout_id] = _Place(local, windows)
-        train = self._places[self._layouts.train.layout_id]
+        tiles = self._tiles()
+        encoded = settings.routing_encoding != "dense"
+        self._layouts = layouts_of(settings, self.first, evaluated, tiles=tiles if encoded else None)
+        places = [self._place(layout) for layout in self._layouts.all]
+        self._places = {layout.layout_id: place for layout, place in zip(self._layouts.all, places, strict=True)}
         asked = {
-            "layouts": [self._places[layout.layout_id].local.to_wire() for layout in self._layouts.all],
-            "slots": settings.slots, "aux_slots": settings.aux_slots,
+            "layouts": [place.local.to_wire() for place in places], "tiles": list(tiles), "slots": settings.slots,
+            "aux_slots": settings.aux_slots,
         }  # fmt: skip
-        tiles = list(self._ranges_tiles)
-        self._pools = self._auxes.each(
-            "open_pool",
-            [
-                asked | {"windows": [[w.row_begin, w.row_end, w.token_begin, w.token_end]], "tiles": tiles}
-                for w in train.windows
-            ],
-            timeout_s=settings.start_timeout_s + settings.call_timeout_s,
-        )
+        each = [
+            asked | {"windows": [_bounds(place.windows[host]) for place in places]}
+            for host in range(len(self._names))
+        ]
+        self._pools = self._auxes.each("open_pool", each, timeout_s=settings.call_timeout_s)
 
     def connect(self, *, again: bool) -> Connection:
         layouts = self._layouts.all
         local = [self._places[layout.layout_id].local.to_wire() for layout in layouts]
+        whole = [layout.to_wire() for layout in layouts]
         hellos = [
-            Hello(
-                version=PROTOCOL_VERSION, run_id=self._hello.run_id, epoch=self._hello.epoch,
-                pool=pool.take("pool", str), layouts=local, withdrawn=[], lock_path="", pid=0, start_ticks=0,
-                global_layouts=[layout.to_wire() for layout in layouts],
-            )
+            replace(self._hello, pool=pool.take("pool", str), layouts=local, global_layouts=whole)
             for pool in self._pools
-        ]  # fmt: skip
+        ]
         self._fleet.hello(hellos, self._settings.start_timeout_s)
-        return Connection(
-            self._fleet, RemoteWatch(), self._interrupt, self._settings.call_timeout_s, self._events
-        )
+        return Connection(self._fleet, RemoteWatch(), self._interrupt, self._settings.call_timeout_s, self._events)
+
+    def workplace(self, trainer: Connection) -> Workplace:
+        settings = self._settings
+        self._packer = self._packer_for(self._layouts.train, aux=False)
+        evaluation = None
+        if self._evaluation is not None and self._layouts.evaluate is not None:
+            evaluation = Evaluation(self._evaluation, self._packer_for(self._layouts.evaluate, aux=True))
+        late = None
+        if settings.recompute_old_logps:
+            late = FleetLateFields(
+                self._auxes, self._book, sampler_is_cap=settings.sampler_is_cap, timeout_s=settings.call_timeout_s
+            )
+        return Workplace(
+            source=self._source, packer=self._packer, microbatch_nbytes=self._nbytes_of(self._layouts.train),
+            evaluation=evaluation, late=late,
+        )  # fmt: skip
+
+    def slot_layout_id(self, layout_id: int) -> int:
+        return self._places[layout_id].local.layout_id
+
+    def failed(self, error: Exception) -> None:
+        pass  # the agents' pools say nothing of it
+
+    def trainer_died(self) -> None:
+        pass  # nobody here can know
+
+    def summary(self, trained: int) -> dict[str, Any]:
+        told = sum(doors.nbytes for doors in (self._feeds, self._auxes, self._stores))
+        return {
+            "hosts": len(self._names),
+            "orchestrator_bytes_per_trajectory": round(told / trained, 1) if trained else None,
+            "fetched_nbytes_per_host": self._packer.fetched_nbytes if self._packer is not None else [],
+            "pool_nbytes": sum(pool.count("nbytes") for pool in self._pools),
+            "backing": self._pools[0].take("backing", dict),
+        }
+
+    # --- what lies where ------------------------------------------------------------------------------------
+
+    def _tiles(self) -> tuple[int, int]:
+        """Into how many parts rows and tokens are cut, over all hosts. Routing does not matter for that."""
+        plain = microbatch_layout(self._settings.rows, self._settings.tokens)
+        return self._ranges(plain)[0].tiles
+
+    def _place(self, layout: Layout) -> _Place:
+        ranges = self._ranges(layout)
+        windows = tuple(each.window for each in ranges)
+        check_cover(windows, self._settings.rows, self._settings.tokens)
+        return _Place(the_same_on_all([local_layout(layout, each) for each in ranges], self._names), windows)
+
+    def _ranges(self, layout: Layout) -> list[HostRanges]:
+        told = self._fleet.each("ranges", {"layout": layout.to_wire()}, self._settings.call_timeout_s)
+        found = [
+            read_ranges(answer, layout, f"the trainer of {name}")
+            for name, answer in zip(self._names, told, strict=True)
+        ]
+        if len({each.tiles for each in found}) != 1:
+            raise ProtocolError(f"trainers differ in how a micro-batch is cut: {[each.tiles for each in found]}")
+        return found
+
+    def _packer_for(self, layout: Layout, *, aux: bool) -> FleetPacker:
+        settings, place = self._settings, self._places[layout.layout_id]
+        return FleetPacker(
+            self._auxes if aux else self._feeds, place.windows, place.local.layout_id, self._book,
+            rows=settings.rows, tokens=settings.tokens, nbytes=self._nbytes_of(layout), slots=settings.slots,
+            slot_timeout_s=settings.slot_timeout_s, call_timeout_s=settings.call_timeout_s, aux=aux,
+        )  # fmt: skip
+
+    def _nbytes_of(self, layout: Layout) -> int:
+        return len(self._names) * self._places[layout.layout_id].local.payload_nbytes
+
+
+def _bounds(window: Window) -> list[int]:
+    return [window.row_begin, window.row_end, window.token_begin, window.token_end]

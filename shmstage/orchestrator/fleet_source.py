@@ -66,7 +66,8 @@ class FleetSource:
         self._lock = threading.Lock()
         self._covered = (0, 0)
         self._stopped = False
-        stores.stop = lambda: self._stopped
+        stop = stores.stop
+        stores.stop = lambda: self._stopped or stop()
         self._shares = [_Share(store) for store in range(self._giving)]
         self.first = self._first("train")
 

@@ -38,12 +38,17 @@ class Layouts:
         return found
 
 
-def layouts_of(settings: Settings, first: Described, evaluated: Described | None) -> Layouts:
-    """Taken from the first trajectory of each: all of an input carry the same fields."""
+def layouts_of(
+    settings: Settings, first: Described, evaluated: Described | None, *, tiles: tuple[int, int] | None = None
+) -> Layouts:
+    """Taken from the first trajectory of each: all of an input carry the same fields.
+
+    ``tiles``: in how many parts rows and tokens are cut over the devices of several hosts; encoded routing lies by them.
+    """
     evaluate, eval_experts = None, 0
     if evaluated is not None:
-        evaluate, eval_experts = layout_of(evaluated, settings, late=()), experts_of(evaluated, settings)
-    train = layout_of(first, settings, late=late_fields(settings))
+        evaluate, eval_experts = layout_of(evaluated, settings, late=(), tiles=tiles), experts_of(evaluated, settings)
+    train = layout_of(first, settings, late=late_fields(settings), tiles=tiles)
     return Layouts(train, evaluate, experts_of(first, settings), eval_experts)
 
 
@@ -55,11 +60,13 @@ def experts_of(first: Described, settings: Settings) -> int:
     return experts_for(settings.routing_encoding, asked=settings.experts, said=first.experts, who=who)
 
 
-def layout_of(first: Described, settings: Settings, *, late: tuple[str, ...]) -> Layout:
+def layout_of(
+    first: Described, settings: Settings, *, late: tuple[str, ...], tiles: tuple[int, int] | None = None
+) -> Layout:
     """The layout of micro-batches of trajectories like ``first``."""
     layers, top_k = first.routing.shape[1:] if first.routing is not None else (0, 0)
     return microbatch_layout(
         settings.rows, settings.tokens, optional=first.optional, layers=int(layers), top_k=int(top_k),
         late=late, encoding=settings.routing_encoding, experts=experts_of(first, settings),
-        max_real_tokens=settings.max_real_tokens,
+        max_real_tokens=settings.max_real_tokens, tiles=tiles,
     )  # fmt: skip

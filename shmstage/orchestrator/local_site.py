@@ -78,6 +78,9 @@ class LocalSite:
     def connect(self, *, again: bool) -> Connection:
         return self._connected(self._pool, again=again)
 
+    def slot_layout_id(self, layout_id: int) -> int:
+        return layout_id
+
     def workplace(self, trainer: Connection) -> Workplace:
         assert isinstance(trainer.watch, PeerWatch)
         return local_workplace(

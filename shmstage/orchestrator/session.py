@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from shmstage.errors import PluginError, SettingsError, TransportError
@@ -27,8 +28,12 @@ from shmstage.records import JsonLines, write_json
 from shmstage.settings import Settings
 
 
-def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool]) -> dict[str, Any]:
+def train(
+    settings: Settings, *, epoch: int, stop_requested: Callable[[], bool], peers_file: Path | None = None
+) -> dict[str, Any]:
     """Run the orchestrator to its end; returns what ``summary.json`` holds, less what only the launcher can know.
+
+    ``peers_file`` names the doors of a fleet's hosts; ``None``: everything is on this one.
 
     A trainer that dies is waited for: its successor restores and goes on. ``epoch`` > 1 follows an orchestrator that
     died. Raises what ended the run; pool, sockets and lock file are gone either way.
@@ -38,7 +43,9 @@ def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool])
     with ExitStack() as stack:
         events = open_events(settings, "orchestrator", epoch, own_use)
         stack.callback(events.close)
-        site: Site = LocalSite(settings, epoch=epoch, stack=stack, stop_requested=stop_requested, events=events)
+        site = _site(
+            settings, peers_file, epoch=epoch, stack=stack, stop_requested=stop_requested, events=events
+        )
         hooks = hooks_of(settings)
         if hooks is not None:
             stack.callback(hooks.close)
@@ -60,6 +67,15 @@ def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool])
                 trainer.close()
             site.trainer_died()
             again = True
+
+
+def _site(settings: Settings, peers_file: Path | None, **opened: Any) -> Site:
+    if peers_file is None:
+        return LocalSite(settings, **opened)
+    # not needed, and not loaded, on one host
+    from shmstage.orchestrator.fleet_site import FleetSite, channels_of
+
+    return FleetSite(settings, channels_of(peers_file), **opened)
 
 
 def _attempt(
@@ -84,7 +100,9 @@ def _attempt(
             settings.out_dir, seen=roll_back(path, to_step=restored or 0), first_step=first_step,
             param_digest=lambda: client.info(param_digest=True)["param_digest"],
         )  # fmt: skip
-        compile_s = sum(client.compile(*each) for each in layouts.uses(settings).items())
+        compile_s = sum(
+            client.compile(site.slot_layout_id(layout_id), uses) for layout_id, uses in layouts.uses(settings).items()
+        )
         with ExitStack() as stack:
             written = read_step_lines(path)
             steps = JsonLines(path)

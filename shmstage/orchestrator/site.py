@@ -64,6 +64,9 @@ class Site(Protocol):
     def connect(self, *, again: bool) -> Connection:
         """To the trainer that there is, or will be; ``again``: it may have to be started first."""
 
+    def slot_layout_id(self, layout_id: int) -> int:
+        """By which id handles, and the trainer, name what a slot holds of micro-batches of that layout."""
+
     def workplace(self, trainer: Connection) -> Workplace:
         """For a session with that trainer."""
 
