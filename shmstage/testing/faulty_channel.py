@@ -96,6 +96,9 @@ class FaultyChannel(Channel):
                 self._channel.send(late)
         return self._ready.popleft() if self._ready else None
 
+    def descriptor(self) -> int:
+        return self._channel.descriptor()
+
     def wake(self) -> None:
         self._channel.wake()
 

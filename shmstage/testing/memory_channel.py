@@ -7,9 +7,11 @@ side or advance a fake clock, and then looks once more. So a client and a server
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import final
 
 from shmstage.errors import PeerLostError, TransportError
@@ -103,6 +105,7 @@ class MemoryChannel(Channel):
         self._inbox: deque[bytes] = deque()
         self._idle = idle
         self._woken = False
+        self._readable = -1
         self._peer = server._join(self)
 
     def send(self, frame: bytes) -> bool:
@@ -118,7 +121,17 @@ class MemoryChannel(Channel):
                 wait_s = timeout_s if self._idle is None else 0.0
                 self._changed.wait_for(lambda: self._inbox or self._woken, wait_s)
                 self._woken = False
-            return self._inbox.popleft() if self._inbox else None
+            frame = self._inbox.popleft() if self._inbox else None
+            self._tell()
+            return frame
+
+    def descriptor(self) -> int:
+        with self._changed:
+            self._guard.check()
+            if self._readable < 0:
+                self._readable = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                self._tell()
+            return self._readable
 
     def wake(self) -> None:
         self._guard.check()
@@ -129,6 +142,10 @@ class MemoryChannel(Channel):
     def close(self) -> None:
         if self._guard.close():
             self._server._leave(self._peer)
+            with self._changed:
+                if self._readable >= 0:
+                    os.close(self._readable)
+                    self._readable = -1
 
     def _deliver(self, frame: bytes) -> bool:
         with self._changed:
@@ -136,4 +153,13 @@ class MemoryChannel(Channel):
                 return False
             self._inbox.append(bytes(frame))
             self._changed.notify_all()
+            self._tell()
             return True
+
+    def _tell(self) -> None:
+        """The descriptor, if there is one, is readable exactly while frames are queued. Called under the lock."""
+        if self._readable >= 0:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._readable)
+            if self._inbox:
+                os.eventfd_write(self._readable, 1)

@@ -28,6 +28,10 @@ class Channel(ABC):
         """From any thread: the running or the next ``recv`` that would wait returns soon."""
 
     @abstractmethod
+    def descriptor(self) -> int:
+        """Becomes readable when there may be something to receive, once ``recv`` has said that there is nothing."""
+
+    @abstractmethod
     def close(self) -> None:
         """Gives everything back within a second; harmless twice."""
 

@@ -155,6 +155,10 @@ class _Socket:
             except zmq.ZMQError as error:
                 raise TransportError(f"cannot receive: {error.strerror}") from error
 
+    def descriptor(self) -> int:
+        self._guard.check()
+        return int(self.raw.FD)
+
     def wake(self) -> None:
         self._guard.check()
         self._woken = True
@@ -216,6 +220,9 @@ class ZmqChannel(Channel):
         if parts is None:
             return None
         return parts[0] if len(parts) == 1 else b""  # nobody of ours sends parts; the codec refuses b""
+
+    def descriptor(self) -> int:
+        return self._socket.descriptor()
 
     def wake(self) -> None:
         self._socket.wake()
