@@ -31,7 +31,8 @@ class HostRanges:
 
 def read_ranges(answer: Mapping[str, Any], layout: Layout, who: str) -> HostRanges:
     """The answer to ``ranges`` for ``layout``. Raises ``ProtocolError`` for anything else."""
-    ranges, tiles = answer.get("ranges"), answer.get("tiles")
+    ranges: Any = answer.get("ranges")
+    tiles: Any = answer.get("tiles")
     shapes = {field.name: field.shape for field in layout.fields}
     if type(ranges) is not dict or ranges.keys() != shapes.keys() or not _are_counts(tiles, 2) or 0 in tiles:
         raise ProtocolError(f"{who}, ranges: want those of {sorted(shapes)} and tiles [R, T], got {shown(answer)}")
@@ -39,9 +40,8 @@ def read_ranges(answer: Mapping[str, Any], layout: Layout, who: str) -> HostRang
     for name, shape in shapes.items():
         pairs = ranges[name]
         good = type(pairs) is list and len(pairs) == len(shape) and all(_are_counts(pair, 2) for pair in pairs)
-        if not good or not all(begin < end <= size for (begin, end), size in zip(pairs, shape, strict=True)):
-            if 0 not in shape:
-                raise ProtocolError(f"{who}, ranges: {name} {list(shape)} cannot lie at {shown(pairs)}")
+        if not good or not all(begin <= end <= size for (begin, end), size in zip(pairs, shape, strict=True)):
+            raise ProtocolError(f"{who}, ranges: {name} {list(shape)} cannot lie at {shown(pairs)}")
         found[name] = tuple((begin, end) for begin, end in pairs)
     return HostRanges(found, (tiles[0], tiles[1]))
 
@@ -61,8 +61,8 @@ def the_same_on_all(layouts: Sequence[Layout], names: Sequence[str]) -> Layout:
             one, other = ({f.name: f.shape for f in each.fields} for each in (layouts[0], layout))
             field = next(field for field in one if one[field] != other[field])
             raise SettingsError(
-                f"{names[0]} holds {field} {list(one[field])} and {name} {list(other[field])}; let the engine's mesh cut "
-                "micro-batches into parts of one shape, with the same number of devices on each host"
+                f"{names[0]} holds {field} {list(one[field])} and {name} {list(other[field])}; let the engine's mesh "
+                "cut micro-batches into parts of one shape, with the same number of devices on each host"
             )
     return layouts[0]
 
@@ -73,9 +73,7 @@ def check_cover(windows: Sequence[Window], rows: int, tokens: int) -> None:
     token_cuts = sorted({0, tokens, *(w.token_begin for w in windows), *(w.token_end for w in windows)})
     for row in row_cuts[:-1]:
         for token in token_cuts[:-1]:
-            if not any(
-                w.row_begin <= row < w.row_end and w.token_begin <= token < w.token_end for w in windows
-            ):
+            if not any(w.row_begin <= row < w.row_end and w.token_begin <= token < w.token_end for w in windows):
                 raise LayoutError(
                     f"row {row}, token {token} of a micro-batch lies on no host; let the engine's mesh have devices of "
                     "all hosts"

@@ -77,7 +77,7 @@ class FleetPacker:
         check_same_fields(references.values())
         whole = part_of(plan, references, self._whole)
         rows = row_digests(read_part(whole.plan, whole.digests, self._whole))
-        named = {
+        named: dict[str, Any] = {
             "step": step, "index": index, "is_final": is_final, "digest": digest_of_rows([rows]),
             "loss_tokens": sum(each.loss_tokens for each in references.values()),
             "segments": sum(each.loss_tokens > 0 for each in references.values()),
@@ -123,20 +123,24 @@ class FleetPacker:
         want = rows[window.row_begin * DIGEST_NBYTES : window.row_end * DIGEST_NBYTES]
         microbatch = f"micro-batch {named['step']}.{named['index']}"
         if digests != want:
-            at = next((i for i in range(window.rows) if digests[16 * i : 16 * i + 16] != want[16 * i : 16 * i + 16]), 0)
+            got, planned = _split(digests), _split(want)
+            row = next((i for i in range(window.rows) if got[i : i + 1] != planned[i : i + 1]), window.rows - 1)
             raise ProtocolError(
-                f"{answer.where}: row {window.row_begin + at} of {microbatch} has digest "
-                f"{digests[16 * at : 16 * at + 16].hex() or 'none'}, planned was {want[16 * at : 16 * at + 16].hex()}; that "
-                "host holds other trajectories than the plan names"
+                f"{answer.where}: row {window.row_begin + row} of {microbatch} has digest "
+                f"{', '.join(got[row : row + 1]) or 'none'}, planned was {planned[row]}; that host holds other "
+                "trajectories than the plan names"
             )
         handle = handle_from_wire(answer.any("handle"))
-        got = {name: getattr(handle, name) for name in named}
-        if got != named or handle.layout_id != self._layout_id:
+        if named != {name: getattr(handle, name) for name in named} or handle.layout_id != self._layout_id:
             raise ProtocolError(f"{answer.where}: {microbatch} came back as {handle.describe()}")
         self.fetched_nbytes[host] += answer.count("fetched_nbytes")
         free = answer.count("free_slots")
         self._free_slots = free if host == 0 else min(self._free_slots, free)
         return handle
+
+
+def _split(digests: bytes) -> list[str]:
+    return [digests[at : at + DIGEST_NBYTES].hex() for at in range(0, len(digests), DIGEST_NBYTES)]
 
 
 def _references(trajectories: Mapping[int, Any]) -> Mapping[int, TrajectoryReference]:

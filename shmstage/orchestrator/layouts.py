@@ -43,7 +43,7 @@ def layouts_of(
 ) -> Layouts:
     """Taken from the first trajectory of each: all of an input carry the same fields.
 
-    ``tiles``: in how many parts rows and tokens are cut over the devices of several hosts; encoded routing lies by them.
+    ``tiles``: in how many parts rows and tokens are cut over the devices of several hosts: encoded routing lies so.
     """
     evaluate, eval_experts = None, 0
     if evaluated is not None:

@@ -14,23 +14,18 @@ from shmstage.wire.messages import TicketEvent, TokenEvent
 
 
 class Calls(Protocol):
-    """What calls a trainer's commands and collects its events: a ``Client``, or a fleet of them."""
+    """What carries the commands: a ``transport.Client``, or a ``TrainerFleet`` of several."""
 
     @property
-    def sequence(self) -> int:
-        """Of the last call; 0 before the first."""
+    def sequence(self) -> int: ...
 
-    def call(self, command: str, arguments: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """Run a command and return its result."""
+    def call(self, command: str, arguments: dict[str, Any], *, timeout_s: float) -> dict[str, Any]: ...
 
-    def events(self, timeout_s: float = 0.0) -> list[TokenEvent | TicketEvent]:
-        """In order; waits up to ``timeout_s`` for the first, or until ``wake``."""
+    def events(self, timeout_s: float) -> list[TokenEvent | TicketEvent]: ...
 
-    def wake(self) -> None:
-        """From any thread: a waiting ``events`` returns."""
+    def wake(self) -> None: ...
 
-    def close(self) -> None:
-        """Give everything back."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
