@@ -25,6 +25,8 @@ class Calls(Protocol):
 
     def wake(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 @dataclass(frozen=True)
 class ForwardResult:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmstage.trainer.engine import TrainEngine
+from shmstage.trainer.engine import TrainEngine, optional_of
 from shmstage.trainer.gate import GateState
 from shmstage.trainer.jax_seam import local_devices
-
-#: methods of ``OptionalMethods`` that settings depend on; ``info`` says which the engine has
-OPTIONAL = ("decodes_routing", "eval_step", "per_token_logps", "settle")
 
 
 def describe(engine: TrainEngine, state: GateState, host_memory: dict[str, object] | None) -> dict[str, Any]:
@@ -19,7 +16,7 @@ def describe(engine: TrainEngine, state: GateState, host_memory: dict[str, objec
         "host_memory": host_memory,
         "engine": type(engine).__name__,
         "snapshots": bool(getattr(engine, "snapshots", True)),
-        "optional": [name for name in OPTIONAL if getattr(engine, name, None)],
+        "optional": optional_of(engine),
         "gate": state.phase,
         "deferred": state.deferred_step,
         "staged": state.staged,

@@ -28,6 +28,7 @@ from shmstage.trainer.digests import param_digest
 from shmstage.trainer.engine import TrainEngine, compile_for, restored
 from shmstage.trainer.gate import COMMANDS, Gate
 from shmstage.trainer.preparation import NO_IDENTITY, Preparation, compile_uses
+from shmstage.trainer.ranges import ranges_of
 from shmstage.trainer.scoring import Scorer, as_numbers
 from shmstage.trainer.snapshots import Snapshots
 from shmstage.trainer.stepper import Stepper
@@ -94,8 +95,7 @@ class Worker:
         )  # fmt: skip
         self._scorer = Scorer(engine, self._gate, score_buffers, *parts, self._stepper, timeout_s, clock_ns)
         self._first_checkpoint_durable = False
-        names = sorted(COMMANDS)
-        self._commands: dict[str, Callable[[Arguments], Result]] = {name: getattr(self, f"_{name}") for name in names}
+        self._commands: dict[str, Callable[[Arguments], Result]] = {n: getattr(self, f"_{n}") for n in COMMANDS}
         self._preparation = Preparation(
             self._gate, self._stepper, self._scorer, read_news=self._read_news,
             waits_for_snapshots=self._waits_for_snapshots, owns_weights=identity is not None,
@@ -168,6 +168,11 @@ class Worker:
         begin = time.monotonic()
         compile_for(self._engine, example, uses)
         return {"compile_s": time.monotonic() - begin}
+
+    def _ranges(self, given: Arguments) -> Result:
+        layout = given.layout()
+        given.finish()
+        return ranges_of(layout, self._engine.shardings(layout)).as_facts()
 
     def _fwd_bwd(self, given: Arguments) -> Result:
         handle, defer_update = given.handle(), given.flag("defer_update")
@@ -298,8 +303,7 @@ class Worker:
         self._read_news()  # before they are emptied: parameters of a failed step have no digest
         self._quiesce()
         self.finished = True
-        failed = self._gate.state.phase == "failed"
-        return {"param_digest": "" if failed else param_digest(self._engine)}
+        return {"param_digest": "" if self._gate.state.phase == "failed" else param_digest(self._engine)}
 
     # --- shared by them -------------------------------------------------------------------------------------
 
