@@ -63,7 +63,7 @@ class Ended:
 
 
 def play(whats: dict[Phase, tuple[str, ...]], orders: Iterator[tuple[int, ...]], *, drops: bool) -> Ended:
-    """One walk: each phase's answers arrive in the next of ``orders``; who is silent is given up when all others came."""
+    """One walk: each phase's answers arrive in the next of ``orders``; the silent are given up when all others came."""
     hosts = len(whats[Phase.PREPARE])
     phases = TwoPhases("stage 4.0" if drops else "fwd_bwd 4.0", NAMES[:hosts], drops=drops)
     asked = []
