@@ -172,4 +172,4 @@ class FleetEvents:
 
 def _digest_of(parts: list[str]) -> str:
     """Of late fields whose parts lie on several hosts; of one host its own."""
-    return parts[0] if len(parts) == 1 else xxhash.xxh3_128_hexdigest("".join(parts).encode())
+    return parts[0] if len(parts) == 1 else xxhash.xxh3_128_hexdigest(b"".join(map(bytes.fromhex, parts)))

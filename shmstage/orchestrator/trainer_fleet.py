@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from shmstage.errors import InputError, ShmstageError, StoppedError
+from shmstage.errors import InputError, PeerLostError, ShmstageError, StoppedError
 from shmstage.orchestrator.fleet_answers import combined, named
 from shmstage.orchestrator.fleet_events import Event, FleetEvents
 from shmstage.orchestrator.handle_book import HandleBook
@@ -28,6 +28,8 @@ from shmstage.wire.messages import Hello, TokenEvent, Welcome
 POLL_S = 0.05
 #: how long the others may take to answer once one has failed: they may wait for it in a collective for ever
 GRACE_S = 5.0
+#: how long a host may answer no ping before it counts as lost: no process of another host can be watched from here
+SILENCE_S = 30.0
 #: what changes nothing, or ends everything: told to all, not agreed on
 UNPREPARED = frozenset({"get_step_timing", "release_weight_sync", "ranges"})
 HELLO_THREADS = 32
@@ -53,6 +55,7 @@ class TrainerFleet:
         *,
         clock: Callable[[], float] = time.monotonic,
         grace_s: float = GRACE_S,
+        silence_s: float = SILENCE_S,
     ) -> None:
         """Takes the clients over; ``hello`` or whoever made them opens their sessions."""
         if not members:
@@ -63,6 +66,7 @@ class TrainerFleet:
         self._book = book
         self._clock = clock
         self._grace_s = grace_s
+        self._silence_s = silence_s
         self._events = FleetEvents(self._names, book)
         self._number = 0
         #: a stage that failed on one host, or whose answer never came: not to be left on any
@@ -232,11 +236,19 @@ class TrainerFleet:
     def _answer(self, host: int, pending: PendingCall | None) -> Outcome | None:
         assert pending is not None, "a call that was not begun has its outcome"
         try:
-            return self._clients[host].answer(pending)
+            return self._clients[host].answer(pending) or self._silent(host, pending.describe())
         except StoppedError:
             raise
         except ShmstageError as error:
             return error
+
+    def _silent(self, host: int, what: str) -> PeerLostError | None:
+        silent_s = self._clients[host].silent_s()
+        if silent_s < self._silence_s:
+            return None
+        return PeerLostError(
+            f"it has answered no ping for {silent_s:.0f} s, while {what} was waited for: dead, stopped or cut off"
+        )
 
     def _overdue(self, host: int, pending: PendingCall | None, timeout_s: float, hurried: bool) -> str:
         assert pending is not None
@@ -282,6 +294,8 @@ class TrainerFleet:
         for host, client in enumerate(self._clients):
             try:
                 heard = client.events(0.0)
+                if (silent := self._silent(host, "its events")) is not None:
+                    raise silent
             except StoppedError:
                 raise
             except ShmstageError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +12,11 @@ from shmstage.errors import (
     ProtocolError,
     ShmstageError,
     StoppedError,
-    TransportError,
     WaitTimeoutError,
     by_name,
 )
 from shmstage.memory.identity import PeerWatch
-from shmstage.transport.channel import Channel
+from shmstage.transport.channel import Channel, OneAtATime
 from shmstage.wire.codec import decode, encode
 from shmstage.wire.messages import (
     EventAck,
@@ -45,23 +43,6 @@ _FULL_S = 0.01  # before another try when the channel did not take a frame
 _RESEND_ASK_S = 0.2
 _ACK_EVERY = 32  # events, unless there is time to wait: the server keeps what is not acknowledged
 _ERRORS = by_name()
-
-
-@final
-class _OneAtATime:
-    """A lock that is never waited for."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise TransportError("a client was used from two threads at once; give each its own")
-
-    def __exit__(self, *raised: object) -> None:
-        self._lock.release()
 
 
 @final
@@ -115,9 +96,10 @@ class Client:
         self._check_at = 0.0
         self._send_at = 0.0  # of the newest call
         self._dead_since: float | None = None
+        self._asked_at: float | None = None  # the first ping since anything came
         self._woken = False
         self._listening = False
-        self._in_use = _OneAtATime()
+        self._in_use = OneAtATime()
 
     @property
     def incarnation(self) -> int:
@@ -205,12 +187,16 @@ class Client:
             if now >= self._check_at:
                 over = self._dead_since is not None and now >= self._dead_since + _DRAIN_S
                 dead = self._check(pending.describe(), over)
-                self._dead_since = (self._dead_since or now) if dead else None
+                self._dead_since = None if not dead else now if self._dead_since is None else self._dead_since
             return None
 
     def descriptor(self) -> int:
         """Becomes readable when ``answer`` or ``events`` may find something, if they have found nothing before."""
         return self._channel.descriptor()
+
+    def silent_s(self) -> float:
+        """How long pings have gone out and nothing has come: a server that computes, or waits, still answers them."""
+        return 0.0 if self._asked_at is None else self._clock() - self._asked_at
 
     def overdue(self, pending: PendingCall, timeout_s: float) -> str:
         """Why nobody waits any longer for what was begun, and what the server was last heard to do."""
@@ -334,6 +320,7 @@ class Client:
 
     def _take(self, frame: bytes) -> Message:
         message = decode(frame)
+        self._asked_at = None
         if isinstance(message, TokenEvent | TicketEvent):
             self._take_event(message)
         elif isinstance(message, Pong):
@@ -370,6 +357,7 @@ class Client:
             self._ping_number += 1
             self._channel.send(encode(Ping(self._ping_number)))
             self._ping_at = now + _PING_S
+            self._asked_at = now if self._asked_at is None else self._asked_at
 
 
 def _answers(message: Message, pending: PendingCall) -> bool:

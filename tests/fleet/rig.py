@@ -26,8 +26,10 @@ from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.layout import Layout
 from shmstage.memory.pool import Pool
 from shmstage.memory.slots import WritableSlot
-from shmstage.orchestrator.assembly import assemble, layouts_of
+from shmstage.orchestrator.assembly import assemble
 from shmstage.orchestrator.handle_book import HandleBook
+from shmstage.orchestrator.layouts import layouts_of
+from shmstage.orchestrator.local_site import local_workplace
 from shmstage.orchestrator.resume import ResumeState
 from shmstage.orchestrator.step_lines import read_step_lines
 from shmstage.orchestrator.trainer_client import TrainerClient
@@ -279,9 +281,9 @@ class FleetWorld:
             lines = JsonLines(path)
             stack.callback(lines.close)
             parts = assemble(
-                settings, self.source, None, self.layouts, self.fanned, self.client, watch, None, plan={},
-                start=ResumeState.start(), first_step=1, attempt=1, write_step=lines.write, sync_lines=lines.sync,
-                stop_requested=self.case.stop_requested,
+                settings, local_workplace(settings, self.source, None, self.layouts, self.fanned, watch), self.client,
+                None, plan={}, start=ResumeState.start(), first_step=1, attempt=1, write_step=lines.write,
+                sync_lines=lines.sync, stop_requested=self.case.stop_requested,
             )  # fmt: skip
             stack.callback(parts.feeder.close)
             parts.program.prepare(restored)

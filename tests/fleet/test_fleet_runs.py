@@ -6,7 +6,6 @@ import pytest
 from fleet.rig import FleetCase, assert_as_one_trainer, run
 
 from shmstage.settings import BOUNDARIES, Boundary
-from shmstage.testing.fault_plan import Effect, Fault, FaultPlan
 
 
 @pytest.mark.slow
