@@ -129,5 +129,5 @@ def _placements(local: Sequence[Layout], whole: Sequence[Layout], engine: TrainE
         raise ProtocolError(f"hello: {len(local)} layouts of slots and {len(whole)} of whole micro-batches; want pairs")
     found = [Placement(part, each, engine.shardings(each)) for part, each in zip(local, whole, strict=True)]
     if len({each.local.layout_id for each in found}) < len(found):
-        raise LayoutError("two kinds of micro-batches have the same part on this host; make their rows or tokens differ")
+        raise LayoutError("two kinds of micro-batches have the same part here; make their rows or tokens differ")
     return found
