@@ -15,6 +15,10 @@ from shmstage.errors import ForkedError, TransportError
 class Channel(ABC):
     """The end that connects. Used by one thread at a time, except for ``wake``."""
 
+    #: bytes of the frames that ``send`` took and ``recv`` gave; what the transport adds to each is not counted
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
+
     @abstractmethod
     def send(self, frame: bytes) -> bool:
         """Hands the frame on without waiting; False if the queue is full or the server is gone."""
@@ -22,6 +26,15 @@ class Channel(ABC):
     @abstractmethod
     def recv(self, timeout_s: float) -> bytes | None:
         """The next frame, or None after ``timeout_s`` seconds or a ``wake``."""
+
+    @abstractmethod
+    def descriptor(self) -> int:
+        """What to poll in order to wait for several channels at once; the channel keeps and closes it.
+
+        Once ``recv(0.0)`` has returned None and as long as nothing is sent, it becomes readable when there may be
+        a frame to receive or an error to raise: then, and after every ``send``, receive until None again. It says
+        nothing of ``wake``.
+        """
 
     @abstractmethod
     def wake(self) -> None:
