@@ -13,7 +13,7 @@ from typing import Any, final
 from shmstage.errors import MissingExtraError, RunFailedError, SettingsError, ShmstageError, named
 
 #: of one local raylet; its object store holds what is fetched ahead, in /dev/shm
-LOCAL_NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
+LOCAL_NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
 #: Ray's own words are for its log files, not between ours
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 _LOOK_S = 0.1
@@ -53,7 +53,8 @@ def cluster(address: str | None, hosts: int | None) -> Iterator[Cluster]:
     with contextlib.ExitStack() as stack:
         local = None
         if address is None:
-            stack.enter_context(_environment({**QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}))
+            token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+            stack.enter_context(_environment({**QUIET, **token}))
             local = _LocalNodes(hosts or 2)
             stack.callback(local.close)
             address = local.address
@@ -64,8 +65,8 @@ def cluster(address: str | None, hosts: int | None) -> Iterator[Cluster]:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="shmstage")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise SettingsError(
-                f"address = {named(address)}: {' '.join(str(error).split())[:300]}; start Ray there (`ray start --head`, "
-                "its token in RAY_AUTH_TOKEN) or use --local-cluster"
+                f"address = {named(address)}: {' '.join(str(error).split())[:300]}; start Ray there (`ray start "
+                "--head`, its token in RAY_AUTH_TOKEN) or use --local-cluster"
             ) from None
         yield Cluster(ray, hosts or max(1, sum(bool(node["Alive"]) for node in ray.nodes())), local)
 
@@ -92,7 +93,7 @@ class _LocalNodes:
     def __init__(self, hosts: int) -> None:
         from ray.cluster_utils import Cluster as RayCluster
 
-        self._cluster = RayCluster(
+        self._cluster: Any = RayCluster(
             initialize_head=True, head_node_args={**LOCAL_NODE, "include_dashboard": False}, shutdown_at_exit=True
         )
         self.address = str(self._cluster.address)
@@ -133,8 +134,8 @@ class Cluster:
             nodes = [node for node in self.ray.nodes() if node["Alive"]]
             free = self.ray.available_resources().get("CPU", 0.0)
             raise SettingsError(
-                f"hosts = {self.hosts}: not placed within {timeout_s:g} s; the cluster has {len(nodes)} living nodes and "
-                f"{free:g} free CPUs, and each host wants a node of its own with one; add nodes or lower --hosts"
+                f"hosts = {self.hosts}: not placed within {timeout_s:g} s; the cluster has {len(nodes)} living nodes "
+                f"and {free:g} free CPUs, and each host wants a node of its own with one; add nodes or lower --hosts"
             )
 
     def replace_lost_nodes(self) -> None:

@@ -122,7 +122,8 @@ class Door:
                 return
             command = self._commands.get(pending.command)
             if command is None:
-                raise ProtocolError(f"{self._name} knows no command {shown(pending.command)}; it knows {', '.join(self._commands)}")
+                known = ", ".join(self._commands)
+                raise ProtocolError(f"{self._name} knows no command {shown(pending.command)}; it knows {known}")
             pending.reply(command(Arguments(pending.command, pending.arguments), self._given_up))
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they may hold views of a slot

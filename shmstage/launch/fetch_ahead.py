@@ -56,7 +56,7 @@ class FetchAhead:
     """``want`` begins, ``take`` waits. Any thread."""
 
     def __init__(self, stores: Stores, *, limit_nbytes: int, verify_full: bool) -> None:
-        """``limit_nbytes``: most bytes fetched ahead, as estimated by the callers; the next to be packed comes anyway."""
+        """``limit_nbytes``: most bytes fetched ahead, as callers estimate; what is packed next comes anyway."""
         self._stores = stores
         self._limit_nbytes = limit_nbytes
         self._verify_full = verify_full
@@ -153,4 +153,4 @@ class FetchAhead:
             if given_up():
                 raise StoppedError(f"stopped while waiting for pieces of store {store}")
             if left_s <= 0:
-                raise WaitTimeoutError(f"store {store} did not give its pieces in time: it is dead, unreachable or slow")
+                raise WaitTimeoutError(f"store {store} gave no pieces in time: it is dead, unreachable or slow")

@@ -60,8 +60,8 @@ class _Host:
 
     @property
     def pids(self) -> dict[str, int]:
-        found = {"agent": self.facts.get("pid"), "store": self.store_facts.get("pid"), "trainer": self.trainer.get("pid")}
-        return {role: pid for role, pid in found.items() if pid}
+        told = {"agent": self.facts, "store": self.store_facts, "trainer": self.trainer}
+        return {role: facts["pid"] for role, facts in told.items() if "pid" in facts}
 
 
 @final
@@ -107,8 +107,8 @@ class Fleet:
     def start_agents(self, epoch: int, look: Look) -> None:
         """Agents on all hosts and a store beside each.
 
-        Raises ``PeerLostError`` naming who is not there within ``start_timeout_s``, ``GangBrokenError`` if one dies, and
-        what an agent or a source refuses with.
+        Raises ``PeerLostError`` naming who is not there within ``start_timeout_s``, ``GangBrokenError`` if one dies,
+        and what an agent or a source refuses with.
         """
         self._cluster.replace_lost_nodes()
         hosts = self._hosts
@@ -148,8 +148,8 @@ class Fleet:
             if self._clock() > deadline:
                 late = ", ".join(host.name for host in hosts if not host.trainer.get("door"))
                 raise PeerLostError(
-                    f"{late}: no trainer opened its door within start_timeout_s = {self._settings.start_timeout_s:g} s; see "
-                    f"{self._settings.out_dir}/trainer.log and hosts/*/trainer.log beside it"
+                    f"{late}: no trainer opened its door within start_timeout_s = {self._settings.start_timeout_s:g}; "
+                    f"see {self._settings.out_dir}/trainer.log and hosts/*/trainer.log beside it"
                 )
             self.wait()
         return [
@@ -184,11 +184,10 @@ class Fleet:
 
     def end(self, patience_s: float, grace_s: float) -> None:
         """End all trainers and agents; trainers may take ``patience_s`` to end by themselves."""
-        calls = {host.rank: host.agent.end.remote(patience_s, grace_s) for host in self._hosts if host.agent is not None}
+        begun = [host for host in self._hosts if host.agent is not None]
+        calls = {host.rank: host.agent.end.remote(patience_s, grace_s) for host in begun}
         late = self._cluster.wait(list(calls.values()), patience_s + grace_s + CLOSE_S, lambda: None)
-        for host in self._hosts:
-            if host.agent is None:
-                continue
+        for host in begun:
             ended = calls[host.rank] not in late and not isinstance(self._answer_or_died(calls[host.rank]), Died)
             self._cluster.kill(host.agent)
             host.agent = None
@@ -240,8 +239,8 @@ class Fleet:
         if late:
             names = ", ".join(host.name for host, call in zip(self._hosts, calls, strict=True) if call in late)
             raise PeerLostError(
-                f"{names} {lack} within start_timeout_s = {timeout_s:g} s: it is gone, cut off or without a free CPU; the "
-                f"cluster has {len(self._cluster.alive_nodes())} living nodes for {len(self._hosts)} hosts"
+                f"{names} {lack} within start_timeout_s = {timeout_s:g} s: it is gone, cut off or without a free CPU; "
+                f"the cluster has {len(self._cluster.alive_nodes())} living nodes for {len(self._hosts)} hosts"
             )
         return answers
 

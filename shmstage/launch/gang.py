@@ -122,7 +122,7 @@ class Gang:
         in_vain = self._restarts.in_vain
         restart = self._restarts.died(now_s, step)
         if restart is None:
-            text = cause.told and f"{cause.describe()}: {cause.told}" or cause.describe()
+            text = f"{cause.describe()}: {cause.told}" if cause.told is not None else cause.describe()
             if in_vain:
                 times = f"{in_vain} time{'s' * (in_vain > 1)}"
                 text += f"; restarted {times} in vain; raise max_restarts if another try could help"

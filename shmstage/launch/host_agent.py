@@ -76,7 +76,7 @@ class HostAgent:
             "pack": self._pack,
             "late_before": self._late_before,
             "late_after": self._late_after,
-            "close_pool": lambda arguments, given_up: self.close_pool() or {},
+            "close_pool": self._close_pool,
         }
 
     def welcome(self, hello: Hello) -> dict[str, Any]:
@@ -97,7 +97,9 @@ class HostAgent:
         layouts = [Layout.from_wire(wire) for wire in arguments.take("layouts", list)]
         windows = [_window(bounds) for bounds in arguments.take("windows", list)]
         if not layouts or len(windows) != len(layouts):
-            raise ProtocolError(f"open_pool: {len(layouts)} layouts and {len(windows)} windows; give one window per layout")
+            raise ProtocolError(
+                f"open_pool: {len(layouts)} layouts, {len(windows)} windows; give one window per layout"
+            )
         slots, aux_slots = arguments.take("slots", int), arguments.take("aux_slots", int)
         self.close_pool()
         pool = Pool.create(
@@ -169,6 +171,10 @@ class HostAgent:
             "digests": [list(pair) for pair in patch.digests],
         }
 
+    def _close_pool(self, arguments: Arguments, given_up: Callable[[], bool]) -> dict[str, Any]:
+        self.close_pool()
+        return {}
+
     # --- what they share ---------------------------------------------------------------------------------------
 
     def _opened(self) -> _Open:
@@ -194,7 +200,7 @@ class HostAgent:
 
 def _window(bounds: object) -> Window:
     if type(bounds) is not list or len(bounds) != 4 or any(type(bound) is not int for bound in bounds):
-        raise ProtocolError(f"open_pool: a window wants [row_begin, row_end, token_begin, token_end], got {shown(bounds)}")
+        raise ProtocolError(f"open_pool: a window wants [rows from, to, tokens from, to], got {shown(bounds)}")
     return Window(*bounds)
 
 

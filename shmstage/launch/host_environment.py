@@ -21,9 +21,7 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
 
 
-def child_environment(
-    worker: Mapping[str, str], host: Mapping[str, str], given: Mapping[str, str]
-) -> dict[str, str]:
+def child_environment(worker: Mapping[str, str], host: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
     """``worker``: of the Ray worker; ``host``: of whoever started Ray there; ``given``: by the launcher.
 
     Nothing of Ray's own is handed on: a child that found it would take itself for a worker.

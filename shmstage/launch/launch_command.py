@@ -28,9 +28,9 @@ def _main(argv: Sequence[str]) -> int:
         "Takes every option of `shmstage run`; OUT has to lie on a file system that all hosts share.",
     )
     add_settings(parser)
-    parser.add_argument("--hosts", type=int, metavar="N", help="trainer hosts (default: every node; 2 of a local cluster)")
+    parser.add_argument("--hosts", type=int, metavar="N", help="hosts (default: every node, 2 of a local cluster)")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster (default $RAY_ADDRESS); auto: the one here")
+    where.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster (default $RAY_ADDRESS)")
     where.add_argument("--local-cluster", action="store_true", help="several raylets on this machine, to try it out")
     parser.add_argument("--print-config", action="store_true", help="print every setting and where it came from")
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON object on stdout")
@@ -43,7 +43,7 @@ def _main(argv: Sequence[str]) -> int:
         raise SettingsError(f"hosts = {args.hosts}; give 1 to {MAX_HOSTS}")
     address = None if args.local_cluster else args.address or os.environ.get("RAY_ADDRESS")
     if address is None and not args.local_cluster:
-        raise SettingsError("no cluster is named: give --address HOST:PORT (or $RAY_ADDRESS), or --local-cluster to try it out")
+        raise SettingsError("no cluster is named: give --address HOST:PORT (or $RAY_ADDRESS), or --local-cluster")
     summary = launch_with_progress(completed(resolved.settings), args.hosts, address, as_json=args.json)
     if args.json:
         print(json.dumps(summary))

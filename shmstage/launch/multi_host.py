@@ -49,9 +49,9 @@ def launch(
 ) -> dict[str, Any]:
     """Run to the end on ``hosts`` hosts and return the summary. ``settings`` is complete (``run_directory.completed``).
 
-    ``address``: of a Ray cluster; ``None``: a local one is made. ``hosts`` ``None``: as many as the cluster has nodes, 2
-    of a local one. Raises what ``single_host.run`` raises, and ``MissingExtraError`` without Ray. Whatever was started
-    is gone afterwards, and nothing is left in shared memory of a host that can be reached.
+    ``address``: of a Ray cluster; ``None``: a local one is made. ``hosts`` ``None``: as many as the cluster has nodes,
+    2 of a local one. Raises what ``single_host.run`` raises, and ``MissingExtraError`` without Ray. Whatever was
+    started is gone afterwards, and nothing is left in shared memory of a host that can be reached.
     """
     import_ray()
     with contextlib.ExitStack() as stack:
@@ -190,10 +190,10 @@ class _Launch:
 
     def _start_orchestrator(self, hosts_file: Path) -> None:
         failure_path(self._out, ORCHESTRATOR).unlink(missing_ok=True)
-        arguments = [
-            "--settings-file", str(self._out / "run.json"), "--epoch", str(self._epoch), "--peers-file", str(hosts_file),
-        ]  # fmt: skip
-        self._orchestrator = Child(ORCHESTRATOR, arguments, self._out / f"{ORCHESTRATOR}.log")
+        files = ["--settings-file", str(self._out / "run.json"), "--peers-file", str(hosts_file)]
+        self._orchestrator = Child(
+            ORCHESTRATOR, [*files, "--epoch", str(self._epoch)], self._out / f"{ORCHESTRATOR}.log"
+        )
         self._changed()
 
     @contextlib.contextmanager
@@ -249,7 +249,7 @@ class _Launch:
 
     def _changed(self) -> None:
         pids = self._pids()
-        self._metrics.children({role: pids.get(role) for role in ("trainer", ORCHESTRATOR)}, self._epoch, self.gang.restarts)
+        self._metrics.children(pids, self._epoch, self.gang.restarts)
         try:
             self._write_run_file()
         except OSError as error:  # a full disk ends nothing that can go on without it

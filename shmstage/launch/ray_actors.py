@@ -48,10 +48,10 @@ def check_shared(name: str, out: str, nonce: str, content: str) -> None:
         found = path.read_text()
     except OSError as error:
         raise SettingsError(
-            f"{name}: {path}: {error.strerror}; OUT has to lie on a file system that all hosts share: choose such an --out"
+            f"{name}: {path}: {error.strerror}; OUT has to lie on a file system that all hosts share; choose one"
         ) from None
     if found != content:
-        raise SettingsError(f"{name}: {path} is not the launcher's; OUT has to lie on a file system that all hosts share")
+        raise SettingsError(f"{name}: {path} is another one here; OUT has to lie on a file system that all hosts share")
 
 
 class _Actor:
@@ -62,7 +62,8 @@ class _Actor:
 
         self._settings = Settings.model_validate_json(settings_json)
         self._name = f"host {rank} ({socket.gethostname()})"
-        self._address = str(ray.util.get_node_ip_address())
+        utilities: Any = ray.util
+        self._address = str(utilities.get_node_ip_address())
         self._nonce = nonce
 
     def _facts(self) -> dict[str, Any]:

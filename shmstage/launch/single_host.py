@@ -194,9 +194,7 @@ def _wait_for_any(children: Mapping[str, ChildProcess]) -> None:
     threading.Event().wait(POLL_S)
 
 
-def failure_of(
-    out: Path, children: Mapping[str, ChildProcess], given_up: ShmstageError | None
-) -> ShmstageError | None:
+def failure_of(out: Path, children: Mapping[str, ChildProcess], given_up: ShmstageError | None) -> ShmstageError | None:
     """Why the run failed, told by whoever knows best: a child's own words beat what its exit code says."""
     pids = {role: child.pid for role, child in children.items()}
     told = {role: error for role in ROLES if (error := read_failure(out, role, pids.get(role))) is not None}

@@ -40,7 +40,7 @@ class SourceShare:
         if self._shard is not None:
             source = self._shard(index, count)
             if not callable(getattr(source, "groups", None)):
-                raise PluginError(f"shard({index}, {count}) of the source returned {type(source).__name__}, without groups")
+                raise PluginError(f"the source's shard({index}, {count}) is a {type(source).__name__}, without groups")
         self.expected_groups: Any = getattr(source, "expected_groups", None)
         if not self.replayable and self.gives:
             source = self._journaled = JournaledSource(source, Journal(journal))

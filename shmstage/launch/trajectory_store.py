@@ -234,8 +234,8 @@ class TrajectoryStore:
             except KeyError as error:
                 held = f"{next(iter(self._held))} to {next(reversed(self._held))}" if self._held else "none"
                 raise ProtocolError(
-                    f"store {self.index} holds no trajectory number {error.args[0]} (it holds {held}): it was let go, or "
-                    "belongs to an orchestrator that is dead"
+                    f"store {self.index} holds no trajectory number {error.args[0]} (it holds {held}): it was let go, "
+                    "or belongs to an orchestrator that is dead"
                 ) from None
         return encode_pieces(trajectories, list(zip(begins.tolist(), ends.tolist(), strict=True)))
 
@@ -264,7 +264,8 @@ class TrajectoryStore:
         if run is None or run.pass_number != pass_number or cursor < run.handed:
             self._end_run()
             run = self._run = _Run(pass_number, cursor, cursor)
-            threading.Thread(target=self._read, args=(run, cursor), name=f"store {self.index} reader", daemon=True).start()
+            name = f"store {self.index} reader"
+            threading.Thread(target=self._read, args=(run, cursor), name=name, daemon=True).start()
         return run
 
     def _end_run(self) -> None:
