@@ -22,6 +22,7 @@ from zmq.utils import z85
 
 from shmstage.errors import AuthError, InputError
 from shmstage.transport.zmq_socket import Context, Raw, ZmqSocket
+from shmstage.wire.codec import FRAME_LIMIT_NBYTES
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ CONNECT_TIMEOUT_MS = 3_000
 #: handshake that ends because the other end closed the connection was refused.
 HANDSHAKE_MS = 10_000
 SERVER_HANDSHAKE_MS = 30_000
+OVERHEAD_NBYTES = 33
+"""What CURVE adds to a frame: name and nonce of the encrypted message, its tag, one byte of flags."""
 REFUSALS = 3
 """Refused handshakes in a row that prove the server's key wrong; a server that dies in one refuses it, too."""
 
@@ -112,7 +115,7 @@ def secure_server(socket: ZmqSocket, auth: ServerAuth, where: str) -> None:
     raw.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
     # without it ZeroMQ lets everyone in whenever nobody answers its questions
     raw.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    _keep_alive(raw, SERVER_HANDSHAKE_MS)
+    _limit(raw, SERVER_HANDSHAKE_MS)
     socket.attended_by(Doorkeeper(socket.context, auth.allowed, where))
 
 
@@ -126,7 +129,7 @@ def secure_client(socket: ZmqSocket, auth: ClientAuth, endpoint: str) -> None:
     raw.setsockopt(zmq.CURVE_PUBLICKEY, auth.keys.public.encode("ascii"))
     raw.setsockopt(zmq.CURVE_SECRETKEY, auth.keys.secret.encode("ascii"))
     raw.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-    _keep_alive(raw, HANDSHAKE_MS)
+    _limit(raw, HANDSHAKE_MS)
     socket.attended_by(HandshakeWatch(socket.context, raw, auth, endpoint))
 
 
@@ -135,7 +138,9 @@ def _check_keys(keys: CurveKeys, whose: str) -> None:
         raise InputError(f"the keys of {whose} are no pair: public {keys.public[:60]!r} and a secret; use new_keys()")
 
 
-def _keep_alive(raw: Raw, handshake_ms: int) -> None:
+def _limit(raw: Raw, handshake_ms: int) -> None:
+    # applied to the encrypted frame; one over it ends a client's connection for good
+    raw.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT_NBYTES + OVERHEAD_NBYTES)
     raw.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     raw.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     raw.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)

@@ -136,7 +136,7 @@ def _private_bytes(path: Path) -> bytes:
                 f"it belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}, but holds a secret "
                 f"key of user {os.getuid()}; the mode is to be 0600"
             )
-        content = file.read(LIMIT_NBYTES + 1)
+        content = file.read(min(found.st_size, LIMIT_NBYTES) + 1)  # a buffer of what is asked for is made
     if len(content) > LIMIT_NBYTES:
         raise ValueError(f"it is longer than {LIMIT_NBYTES} bytes")
     return content

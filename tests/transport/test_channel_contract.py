@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from shmstage.transport.channel import Channel, ServerChannel
 from shmstage.transport.curve import ClientAuth, ServerAuth, new_keys
 from shmstage.transport.endpoints import endpoint_for
 from shmstage.transport.zmq import ZmqChannel, ZmqServerChannel
+from shmstage.wire.codec import FRAME_LIMIT_NBYTES
 
 WAIT_S = 20.0
 
@@ -71,6 +73,15 @@ def test_frames_arrive_in_order_and_unaltered(pair: Pair) -> None:
     for frame in frames:
         assert channel.send(frame)
     assert [pair.server.recv(WAIT_S) for _ in frames] == [(peer, frame) for frame in frames]
+
+
+def test_frame_as_long_as_a_frame_may_be_passes_in_both_directions(pair: Pair) -> None:
+    channel, peer = pair.joined()
+    frame = os.urandom(FRAME_LIMIT_NBYTES)
+    assert channel.send(frame)
+    assert pair.server.recv(WAIT_S) == (peer, frame)
+    pair.server.send(peer, frame)
+    assert channel.recv(WAIT_S) == frame
 
 
 def test_answers_reach_the_peer_that_asked(pair: Pair) -> None:
