@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from shmstage.child import Lifeline, run_child
 from shmstage.orchestrator.session import train, write_summary
 from shmstage.settings import Settings
 
 
-def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
+def serve(settings: Settings, lifeline: Lifeline, epoch: int, peers_file: Path | None) -> None:
     write_summary(settings, train(settings, epoch=epoch, stop_requested=lifeline.stop_requested))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ def with_scores(
     return arrays
 
 
-def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
+def serve(settings: Settings, lifeline: Lifeline, epoch: int, peers_file: Path | None) -> None:
     lifeline.exit_at_once()  # the loop has no place to stop at
     write_summary(settings, run(settings))
 

@@ -7,6 +7,7 @@ from typing import Any, final
 
 from shmstage.errors import ProtocolError
 from shmstage.memory.handle import Handle
+from shmstage.memory.layout import Layout
 from shmstage.wire.handles import handle_from_wire
 
 #: plain arguments that ``trainer_calls.jsonl`` keeps besides the micro-batch's identity
@@ -23,6 +24,9 @@ class Arguments:
 
     def handle(self, name: str = "handle") -> Handle:
         return handle_from_wire(self._take(name))
+
+    def layout(self, name: str = "layout") -> Layout:
+        return Layout.from_wire(self._typed(name, list))
 
     def has(self, name: str) -> bool:
         return name in self._left

@@ -18,7 +18,7 @@ from shmstage.trainer.device_buffers import DeviceBuffers
 from shmstage.trainer.digests import payload_digest
 from shmstage.trainer.engine import TrainEngine
 from shmstage.trainer.gate import Gate
-from shmstage.trainer.host_copy import copy_bytes, host_copy
+from shmstage.trainer.host_copy import copy_bytes, host_copy, part_here
 from shmstage.trainer.snapshots import Snapshots
 from shmstage.trainer.stepper import Stepper
 
@@ -103,8 +103,11 @@ class Scorer:
             # copies that nobody writes again: device_put may alias them, which it must not do to the slot
             copies = {name: np.array(stage.lease.late_views[name]) for name in fields}
             stage.lease.check()
-            shardings = self._stepper.attachment.shardings(stage.handle.layout_id)
-            arrays = jax.device_put(copies, {name: shardings[name] for name in copies})
+            to = self._stepper.attachment.placement(stage.handle.layout_id)
+            if to.spread is not None:
+                arrays = to.spread(copies)
+            else:
+                arrays = jax.device_put(copies, {name: to.shardings[name] for name in copies})
             nbytes = sum(copy.nbytes for copy in copies.values())
             report = self._completions.upload_reporter(stage.handle, "patched", begin_ns, nbytes)
             self._completions.watch_upload(list(arrays.values()), report)
@@ -118,9 +121,12 @@ class Scorer:
         self, handle: Handle, logps: jax.Array, lease: Lease | None, role: str, check_upload: Callable[[], None]
     ) -> int:
         name = _field(role)
+        here = self._stepper.attachment.placement(handle.layout_id).rectangle(name)
+        if here is None and not logps.is_fully_addressable:
+            here = part_here(logps)  # a field that no slot has: what is computed here is what is told
 
         def resolve() -> dict[str, object]:
-            values = host_copy(logps)
+            values = host_copy(logps, here)
             check_upload()
             return _write_late(handle, name, values, lease)
 
@@ -148,9 +154,11 @@ class Scorer:
             if errors[0]:
                 raise EngineError(f"upload of {lease.handle.request_id}: {errors[0]}")
 
-        shardings = self._stepper.attachment.shardings(lease.handle.layout_id)
+        to = self._stepper.attachment.placement(lease.handle.layout_id)
         try:
-            batch = self._buffers.upload(lease, shardings, on_uploaded, keep_lease=keep_lease)
+            batch = self._buffers.upload(
+                lease, to.shardings, on_uploaded, keep_lease=keep_lease, spread=to.spread
+            )
         except BaseException:
             if not keep_lease:
                 lease.end()  # an aux slot's micro-batch is tried once: its producer must not wait for it

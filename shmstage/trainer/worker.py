@@ -24,18 +24,16 @@ from shmstage.trainer.attachment import Attachment
 from shmstage.trainer.completions import Completions
 from shmstage.trainer.device_buffers import DeviceBuffers
 from shmstage.trainer.digests import param_digest
-from shmstage.trainer.engine import EVALUATE, SCORE, TRAIN, TrainEngine, compile_for, restored
+from shmstage.trainer.engine import EVALUATE, SCORE, TRAIN, TrainEngine, compile_for, optional_of, restored
 from shmstage.trainer.gate import COMMANDS, Gate
 from shmstage.trainer.jax_seam import local_devices
+from shmstage.trainer.ranges import ranges_of
 from shmstage.trainer.scoring import Scorer, as_numbers
 from shmstage.trainer.snapshots import Snapshots
 from shmstage.trainer.stepper import Stepper
 from shmstage.trainer.timing import StepTiming
 from shmstage.trainer.weights import WeightsPool
 from shmstage.wire.messages import Hello, TicketEvent, TokenEvent
-
-#: methods of ``OptionalMethods`` that settings depend on; ``info`` says which the engine has
-OPTIONAL = ("decodes_routing", "eval_step", "per_token_logps", "settle")
 
 Result = dict[str, Any]
 T = TypeVar("T")
@@ -96,8 +94,7 @@ class Worker:
         )  # fmt: skip
         self._scorer = Scorer(engine, self._gate, score_buffers, *parts, self._stepper, timeout_s, clock_ns)
         self._first_checkpoint_durable = False
-        names = sorted(COMMANDS)
-        self._commands: dict[str, Callable[[Arguments], Result]] = {name: getattr(self, f"_{name}") for name in names}
+        self._commands: dict[str, Callable[[Arguments], Result]] = {n: getattr(self, f"_{n}") for n in COMMANDS}
 
     # --- the two doors --------------------------------------------------------------------------------------
 
@@ -164,10 +161,14 @@ class Worker:
         given.finish()
         if not set(uses) <= {TRAIN, EVALUATE, SCORE}:
             raise ProtocolError(f"compile: uses = {uses}; want some of {TRAIN}, {EVALUATE}, {SCORE}")
-        example = self._stepper.attachment.example(layout_id)
         begin = time.monotonic()
-        compile_for(self._engine, example, uses)
+        compile_for(self._engine, self._stepper.attachment.example(layout_id), uses)
         return {"compile_s": time.monotonic() - begin}
+
+    def _ranges(self, given: Arguments) -> Result:
+        layout = given.layout()
+        given.finish()
+        return ranges_of(layout, self._engine.shardings(layout)).as_facts()
 
     def _fwd_bwd(self, given: Arguments) -> Result:
         handle, defer_update = given.handle(), given.flag("defer_update")
@@ -298,8 +299,7 @@ class Worker:
         self._read_news()  # before they are emptied: parameters of a failed step have no digest
         self._quiesce()
         self.finished = True
-        failed = self._gate.state.phase == "failed"
-        return {"param_digest": "" if failed else param_digest(self._engine)}
+        return {"param_digest": "" if self._gate.state.phase == "failed" else param_digest(self._engine)}
 
     # --- shared by them -------------------------------------------------------------------------------------
 
@@ -310,7 +310,7 @@ class Worker:
             "host_memory": self._stepper.host_memory,
             "engine": type(self._engine).__name__,
             "snapshots": not self._waits_for_snapshots,
-            "optional": [name for name in OPTIONAL if getattr(self._engine, name, None)],
+            "optional": optional_of(self._engine),
             "gate": state.phase,
             "deferred": state.deferred_step,
             "staged": state.staged,
