@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, final
 
+import xxhash
+
 from shmstage.errors import ProtocolError
 from shmstage.memory.handle import Handle
 from shmstage.orchestrator.doors import Answer, Doors
@@ -29,7 +31,7 @@ class FleetPacker:
     """``windows``: what each host holds. ``fetched_nbytes``: per host, what came over the network for it.
 
     ``aux``: into the slots that training never takes, by ``doors`` of their own. ``layout_id``: of the layout of every
-    host's slots.
+    host's slots. ``remembered``: agents keep the plans they were told of ahead, so these need not travel twice.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class FleetPacker:
         slot_timeout_s: float,
         call_timeout_s: float,
         aux: bool = False,
+        remembered: bool = False,
     ) -> None:
         self.looks_ahead = 0 if aux else LOOKS_AHEAD
         self.fetched_nbytes = [0] * len(doors)
@@ -61,6 +64,7 @@ class FleetPacker:
         self._answer_timeout_s = slot_timeout_s + call_timeout_s
         self._call_timeout_s = call_timeout_s
         self._aux = aux
+        self._remembered = remembered
         self._told: deque[tuple[PlannedMicrobatch, list[Part]]] = deque(maxlen=LOOKS_AHEAD)
 
     def ahead(self, upcoming: Sequence[Upcoming]) -> None:
@@ -68,8 +72,7 @@ class FleetPacker:
             if self._parts_told(each.plan) is None:
                 parts = self._parts(each.plan, _references(each.trajectories))
                 self._told.append((each.plan, parts))
-                asked = [{"plan": part.plan, "digests": part.digests} for part in parts]
-                self._doors.each("prefetch", asked, timeout_s=self._call_timeout_s)
+                self._doors.each("prefetch", [_spelled(part) for part in parts], timeout_s=self._call_timeout_s)
 
     def pack(self, planned: Planned, *, step: int, index: int, is_final: bool, stop: Callable[[], bool]) -> Filled:
         plan = planned.plan
@@ -83,13 +86,19 @@ class FleetPacker:
             "segments": sum(each.loss_tokens > 0 for each in references.values()),
         }  # fmt: skip
         asked = named | {"aux": self._aux, "layout_id": self._layout_id, "timeout_s": self._slot_timeout_s}
-        parts = self._parts_told(plan) or self._parts(plan, references)
+        told = self._parts_told(plan)
+        parts = told or self._parts(plan, references)
+        known = told is not None and self._remembered
         self._doors.stop = stop
         begun_ns = time.monotonic_ns()
         answers = self._doors.each(
-            "pack", [asked | {"plan": part.plan, "digests": part.digests} for part in parts],
+            "pack", [asked | (_keyed(part) if known and part.plan else _spelled(part)) for part in parts],
             timeout_s=self._answer_timeout_s,
         )  # fmt: skip
+        for host, part in enumerate(parts):
+            if answers[host].any("unknown_plan"):  # told of so long ago that it is forgotten
+                again = asked | _spelled(part)
+                answers[host] = self._doors.call(host, "pack", again, timeout_s=self._answer_timeout_s)
         published_ns = time.monotonic_ns()
         handles = [self._checked(host, answer, named, rows) for host, answer in enumerate(answers)]
         handle = Handle(
@@ -137,6 +146,15 @@ class FleetPacker:
         free = answer.count("free_slots")
         self._free_slots = free if host == 0 else min(self._free_slots, free)
         return handle
+
+
+def _spelled(part: Part) -> dict[str, bytes]:
+    return {"plan": part.plan, "digests": part.digests}
+
+
+def _keyed(part: Part) -> dict[str, bytes]:
+    """Names what ``prefetch`` told."""
+    return {"plan": b"", "digests": b"", "plan_key": xxhash.xxh3_128_digest(part.plan + part.digests)}
 
 
 def _split(digests: bytes) -> list[str]:

@@ -138,6 +138,7 @@ class FleetSite:
         self._places: dict[int, _Place] = {}
         self._pools: list[Answer] = []
         self._packer: FleetPacker | None = None
+        self._remembered = False
 
     @property
     def first(self) -> Described:
@@ -151,8 +152,9 @@ class FleetSite:
         """Trainers let go of what was before and say what lies where; then the agents reserve their pools."""
         settings = self._settings
         self._fleet.hello([self._hello] * len(self._names), settings.start_timeout_s)
-        for doors in (self._feeds, self._auxes):
-            doors.hello(self._hello, settings.start_timeout_s)
+        self._auxes.hello(self._hello, settings.start_timeout_s)
+        feeds = self._feeds.hello(self._hello, settings.start_timeout_s)
+        self._remembered = all(feed.any("remembers_plans") is True for feed in feeds)
         evaluated = self._evaluation.first if self._evaluation is not None else None
         tiles = self._tiles()
         encoded = settings.routing_encoding != "dense"
@@ -244,6 +246,7 @@ class FleetSite:
             self._auxes if aux else self._feeds, place.windows, place.local.layout_id, self._book,
             rows=settings.rows, tokens=settings.tokens, nbytes=self._nbytes_of(layout), slots=settings.slots,
             slot_timeout_s=settings.slot_timeout_s, call_timeout_s=settings.call_timeout_s, aux=aux,
+            remembered=self._remembered,
         )  # fmt: skip
 
     def _nbytes_of(self, layout: Layout) -> int:

@@ -8,6 +8,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import Any
 
+import xxhash
+
 from shmstage.errors import PoolError, ProtocolError, ShmstageError
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.layout import Layout
@@ -152,6 +154,7 @@ class DoubleAgent:
 
     def __init__(self, run: str, rank: int, stores: Sequence[DoubleStore]) -> None:
         self.pool: Pool | None = None
+        self.remembered: dict[bytes, tuple[bytes, bytes]] = {}
         self.spoil: Callable[[dict[str, Any]], None] = lambda answer: None
         self._run = run
         self._stores = stores
@@ -159,7 +162,7 @@ class DoubleAgent:
         self._identity = ProcessIdentity.create(run, "agent")
         self._late: LateFields
         commands = {
-            "open_pool": self._open, "prefetch": lambda given: {}, "pack": self._pack, "late_before": self._late_before,
+            "open_pool": self._open, "prefetch": self._prefetch, "pack": self._pack, "late_before": self._late_before,
             "late_after": self._late_after, "close_pool": lambda given: self._close_pool() or {},
         }  # fmt: skip
         self.feed, self.aux = (DoubleDoor(self._welcome, commands) for _ in range(2))
@@ -172,7 +175,7 @@ class DoubleAgent:
 
     def _welcome(self, hello: Hello) -> dict[str, Any]:
         self._epoch = hello.epoch
-        return {"rank": 0, "hosts": 2, "name": "double"}
+        return {"rank": 0, "hosts": 2, "name": "double", "remembers_plans": True}
 
     def _close_pool(self) -> None:
         pool, self.pool = self.pool, None
@@ -191,10 +194,19 @@ class DoubleAgent:
         self._late = LateFields(pool, sampler_is_cap=2.0)
         return {"pool": pool.name, "nbytes": pool.nbytes, "backing": asdict(pool.backing)}
 
+    def _prefetch(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        self.remembered[xxhash.xxh3_128_digest(given["plan"] + given["digests"])] = given["plan"], given["digests"]
+        return {}
+
     def _pack(self, given: Mapping[str, Any]) -> dict[str, Any]:
         if self.pool is None:
             raise ProtocolError("no pool")
-        part = read_part(given["plan"], given["digests"], self._windows[given["layout_id"]])
+        plan, digests = given["plan"], given["digests"]
+        if "plan_key" in given:
+            if given["plan_key"] not in self.remembered:
+                return {"unknown_plan": True}
+            plan, digests = self.remembered.pop(given["plan_key"])
+        part = read_part(plan, digests, self._windows[given["layout_id"]])
         pieces: dict[int, Any] = {}
         nbytes = 0
         for wanted in part.wanted():
