@@ -27,9 +27,9 @@ SBATCH_OPTIONS = {
     "--job-name", "--nodes", "--ntasks-per-node", "--exclusive", "--time", "--requeue", "--output"
 }  # fmt: skip
 
-#: writes its name and arguments down, each ended by a NUL, and a newline of its own; in one go, since calls in the
-#: background write into the same file
-WRITE_DOWN = r"""printf "%s\0" "${0##*/}" "$@" $'\n' >>"$CALLS" """
+#: writes its name and arguments down, each ended by a NUL, and what ends a record; in one go (a newline would have bash
+#: write twice), since calls in the background write into the same file
+WRITE_DOWN = r"""printf "%s\0" "${0##*/}" "$@" $'\036' >>"$CALLS" """
 STAND_INS = {
     "ray": WRITE_DOWN,
     "shmstage": WRITE_DOWN,
@@ -63,7 +63,7 @@ class Rehearsal:
         assert done.returncode == 0, done.stderr
         found: list[list[str]] = [[]]
         for word in calls.read_text().split("\0")[:-1]:
-            if word == "\n":
+            if word == "\036":
                 found.append([])
             else:
                 found[-1].append(word)

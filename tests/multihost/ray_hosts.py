@@ -44,6 +44,7 @@ QUIET = {
 class RayCluster:
     hosts: Hosts
     address: str
+    store_nbytes: int
 
     def raylet(self, host: Host) -> psutil.Process:
         """The raylet of that host, as seen from here."""
@@ -65,7 +66,7 @@ def ray_on(hosts: Hosts, *, cpus: Sequence[int] | None = None, store_nbytes: int
             node.result()
     for host in hosts:
         host.environment["RAY_ADDRESS"] = address
-    yield RayCluster(hosts, address)
+    yield RayCluster(hosts, address, store_nbytes)
 
 
 def start_node(host: Host, address: str, cpus: int, store_nbytes: int) -> None:
