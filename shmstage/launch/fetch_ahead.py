@@ -96,6 +96,12 @@ class FetchAhead:
                 self._drop(key)
                 self._begin_what_fits()
 
+    def wanted(self, key: bytes) -> WindowPart | None:
+        """What was wanted under ``key``, if it is still known."""
+        with self._lock:
+            wish = self._wishes.get(key)
+            return wish.part if wish is not None else None
+
     def forget(self) -> None:
         """Nothing that was wanted is wanted any more."""
         with self._lock:

@@ -44,6 +44,11 @@ class _Open:
     ahead: FetchAhead
     late: LateFields
 
+    @property
+    def training(self) -> int:
+        """The id of the first layout."""
+        return next(iter(self.layouts))
+
 
 @final
 class HostAgent:
@@ -62,7 +67,7 @@ class HostAgent:
         trainer_lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._settings = settings
-        self._info = {"rank": rank, "hosts": hosts, "name": name}
+        self._info = {"rank": rank, "hosts": hosts, "name": name, "remembers_plans": True}
         self._name = name
         self._epoch = epoch
         self._identity = identity
@@ -124,9 +129,9 @@ class HostAgent:
 
     def _prefetch(self, arguments: Arguments, given_up: Callable[[], bool]) -> dict[str, Any]:
         opened = self._opened()
-        layout_id = next(iter(opened.layouts))  # evaluations are not fetched ahead
-        key, part = self._part(opened, layout_id, arguments)
-        opened.ahead.want(key, part, opened.layouts[layout_id].payload_nbytes)
+        key, part = self._part(opened, opened.training, arguments)  # evaluations are not fetched ahead
+        if part is not None:
+            opened.ahead.want(key, part, opened.layouts[opened.training].payload_nbytes)
         return {}
 
     def _pack(self, arguments: Arguments, given_up: Callable[[], bool]) -> dict[str, Any]:
@@ -135,6 +140,8 @@ class HostAgent:
         step, index, loss_tokens, segments = (take(name, int) for name in ("step", "index", "loss_tokens", "segments"))
         is_final, aux, digest = take("is_final", bool), take("aux", bool), take("digest", bytes)
         key, part = self._part(opened, layout_id, arguments)
+        if part is None:
+            return {"unknown_plan": True}
         begun = time.monotonic()
         fetched = opened.ahead.take(key, part, deadline=begun + timeout_s, given_up=lambda: self._stop(given_up))
         fetched_at = time.monotonic()
@@ -183,12 +190,18 @@ class HostAgent:
                 raise PoolError(f"{self._name} has no pool; open_pool comes first")
             return self._open
 
-    def _part(self, opened: _Open, layout_id: int, arguments: Arguments) -> tuple[bytes, WindowPart]:
+    def _part(self, opened: _Open, layout_id: int, arguments: Arguments) -> tuple[bytes, WindowPart | None]:
+        """The part that the arguments hold, or name by ``plan_key``; ``None``: it is known no more."""
         window = opened.windows.get(layout_id)
         if window is None:
             raise ProtocolError(f"{self._name}: layout {layout_id} is none of the pool's {sorted(opened.windows)}")
+        named = arguments.get("plan_key", bytes, b"")
+        if named:
+            return named, opened.ahead.wanted(named)
         plan, digests = arguments.take("plan", bytes), arguments.take("digests", bytes)
-        key = xxhash.xxh3_128_digest(b"%d %d " % (layout_id, len(plan)) + plan + digests)
+        key = xxhash.xxh3_128_digest(plan + digests)
+        if layout_id != opened.training:
+            key += b"%d" % layout_id
         return key, read_part(plan, digests, window)
 
     def _stop(self, given_up: Callable[[], bool]) -> bool:

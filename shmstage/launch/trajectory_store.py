@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from shmstage.errors import ProtocolError, StoppedError, shown
 from shmstage.launch.source_share import SourceShare
-from shmstage.orchestrator.assembly import experts_of
+from shmstage.orchestrator.layouts import experts_of
 from shmstage.packing.held_form import HeldForm
 from shmstage.packing.pieces import encode_pieces
 from shmstage.packing.trajectory import Group, Trajectory

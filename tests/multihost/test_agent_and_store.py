@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import xxhash
 
 from shmstage.errors import AuthError, PeerLostError, PoolError, ProtocolError, SettingsError, WaitTimeoutError
 from shmstage.launch import store_commands
@@ -407,6 +408,24 @@ def test_what_was_prefetched_is_fetched_once(tmp_path: Path, stack: Any) -> None
     assert packed["fetched_nbytes"] > 0 and packed["free_slots"] == 1
 
 
+def test_a_plan_that_was_prefetched_is_named_instead_of_sent_and_a_forgotten_one_is_asked_for(
+    tmp_path: Path, stack: Any
+) -> None:
+    hosts = Hosts(tmp_path, stack, BY_ROWS)
+    assert hosts.info.get("remembers_plans") is None  # of a store
+    hosts.open()
+    plan = hosts.plans()[0]
+    part = hosts.part(plan, 0)
+    key = xxhash.xxh3_128_digest(part["plan"] + part["digests"])
+    by_key = {"plan": b"", "digests": b"", "plan_key": key}
+    assert hosts.pack(plan, 0, **by_key) == {"unknown_plan": True}
+    hosts.feeds[0].call("prefetch", part, timeout_s=10.0)
+    packed = hosts.pack(plan, 0, **by_key)
+    again = hosts.pack(plan, 0)
+    assert packed["row_digests"] == again["row_digests"]
+    assert hosts.pack(plan, 0, **by_key) == {"unknown_plan": True}
+
+
 def test_no_more_than_a_few_micro_batches_are_fetched_ahead(tmp_path: Path, stack: Any) -> None:
     hosts = Hosts(tmp_path, stack, BY_ROWS, groups=40)
     hosts.open()
@@ -432,7 +451,7 @@ def test_a_wait_for_pieces_and_one_for_a_slot_end_at_the_deadline_and_say_who_is
     hosts.direct.may_answer.set()
     for _ in range(2):
         hosts.pack(plan, 0)
-    with pytest.raises(WaitTimeoutError, match=r"no free slot .* micro-batch 1\.0"):
+    with pytest.raises(WaitTimeoutError, match=r"no free slot .*micro-batch 1\.0"):
         hosts.pack(plan, 0, timeout_s=0.05)
     assert hosts.pack(plan, 0, aux=True)["free_slots"] == 0  # evaluation has a place of its own
 
