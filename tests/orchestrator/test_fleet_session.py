@@ -110,7 +110,8 @@ def test_two_hosts_train_the_demo_as_one_does_in_every_mode(
     # before the first update both have the same parameters
     assert losses(tmp_path / "two")[0] == pytest.approx(losses(tmp_path / "one")[0], rel=1e-5)
     assert two["hosts"] == 2
-    assert two["orchestrator_bytes_per_trajectory"] <= 256
+    told = sum(channel.sent_nbytes + channel.received_nbytes for channel in fleet.counted)
+    assert two["orchestrator_bytes_per_trajectory"] == round(told / two["trajectories"]["trained"], 1) <= 256
     assert len(two["fetched_nbytes_per_host"]) == 2 and min(two["fetched_nbytes_per_host"]) > 0
     assert one.keys() <= two.keys()
 
