@@ -19,9 +19,11 @@ from shmstage.errors import (
     UpdateDeferredError,
     WaitTimeoutError,
 )
+from shmstage.orchestrator import trainer_fleet
 from shmstage.testing.doubles_trainer import Script
 from shmstage.testing.engines_refusing import RefusingEngine
 from shmstage.testing.fault_plan import Effect, Fault, FaultPlan
+from shmstage.trainer import preparation
 from shmstage.transport.client import Client
 from shmstage.wire.handles import handle_to_wire
 
@@ -44,6 +46,11 @@ def lossy(*faults: Fault) -> FaultPlan:
 
 def never(frame: str) -> FaultPlan:
     return lossy(Fault(frame, Effect.LOSE, times=None))
+
+
+def test_both_sides_agree_on_what_needs_no_agreement() -> None:
+    """The orchestrator imports nothing of the trainer, so each has the list."""
+    assert trainer_fleet.UNPREPARED == preparation.UNPREPARED
 
 
 # --- prepare ------------------------------------------------------------------------------------------------
