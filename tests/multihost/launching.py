@@ -1,12 +1,12 @@
-"""`shmstage launch --address` in the first of the rig's hosts, its record of who runs where, and what has to be equal."""
+"""`shmstage launch --address` in the first of the hosts, its record of who runs where, and what has to be equal."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,7 +77,7 @@ def wait_until(process: subprocess.Popen[str], what: str, is_so: Callable[[], bo
     while not is_so():
         assert process.poll() is None, f"ended before {what}: {process.communicate()}"
         assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {what}"
-        os.sched_yield()
+        threading.Event().wait(0.02)
 
 
 def wait_for_step(process: subprocess.Popen[str], out: Path, step: int) -> None:

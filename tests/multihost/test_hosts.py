@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,7 +150,7 @@ def wait_until_empty(hosts: Hosts, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while left := {name: found for name, found in pools(hosts).items() if found}:
         assert time.monotonic() < deadline, f"still there after {seconds:g} s: {left}"
-        os.sched_yield()
+        threading.Event().wait(0.02)
 
 
 def test_four_hosts_train_what_one_does(where: Path) -> None:
