@@ -29,6 +29,7 @@
 #include "routing.h"
 #include "slot_header.h"
 #include "slots.h"
+#include "window.h"
 
 namespace py = pybind11;
 
@@ -433,8 +434,11 @@ using HeldRouting = std::tuple<py::object, std::uint64_t, std::uint64_t, std::ui
 class PyRecord {
   public:
     PyRecord(std::uint64_t tokens, const py::sequence& words, const std::optional<HeldRouting>& routing,
-             std::uint64_t loss_tokens, std::uint32_t experts) {
-        if (tokens > std::numeric_limits<std::int32_t>::max()) throw py::value_error("more than 2**31 - 1 tokens");
+             std::uint64_t loss_tokens, std::uint32_t experts, std::uint64_t begin) {
+        if (std::max(tokens, begin) > std::numeric_limits<std::int32_t>::max()) {
+            throw py::value_error("more than 2**31 - 1 tokens");
+        }
+        record_.begin = begin;
         if (words.size() > shmstage::kMostFields) {
             throw py::value_error(std::to_string(words.size()) + " fields, at most " +
                                   std::to_string(shmstage::kMostFields));
@@ -462,15 +466,45 @@ class PyRecord {
         const shmstage::RoutingShape shape = routing_shape(layers, top_k, bits);
         if (tokens > record_.tokens) throw py::value_error("routing of more tokens than there are");
         SourceBytes from = source_bytes(array);
+        // held in whole groups of the trajectory, wherever it was cut
+        const std::uint64_t skipped = bits != 0 && tokens != 0 ? record_.begin % shmstage::kGroup : 0;
         check_nbytes("routing", from.nbytes,
-                     bits == 0 ? product(tokens, shape.token_nbytes()) : checked_held_nbytes(shape, tokens));
+                     bits == 0 ? product(tokens, shape.token_nbytes()) : checked_held_nbytes(shape, skipped + tokens));
         record_.shape = shape;
-        record_.routing = {from.data, tokens, bits != 0};
+        if (bits == 0) {
+            record_.routing = {from.data, tokens, false};
+        } else {
+            record_.routing = shmstage::held_source(from.data, skipped, tokens, shape);
+        }
         kept_.back() = std::move(from.keeper);
     }
 
     shmstage::Record record_;
     std::array<py::object, shmstage::kMostFields + 1> kept_;  ///< of each field, and of routing
+};
+
+/// What all the records of a micro-batch have in common.
+class Kind {
+  public:
+    void add(const shmstage::Record& record) {
+        if (first_ == nullptr) first_ = &record;
+        if (!same_kind(record, *first_)) throw py::value_error("records of different fields");
+        if (!record.routing.held) return;
+        if (held_bits_ != 0 && held_bits_ != record.shape.bits) {
+            throw py::value_error("routing packed in " + std::to_string(held_bits_) + " and in " +
+                                  std::to_string(record.shape.bits) + " bits");
+        }
+        held_bits_ = record.shape.bits;
+    }
+
+    /// Null: there are none.
+    const shmstage::Record* first() const { return first_; }
+    /// Bits of the ids that are held packed; 0: none are.
+    unsigned held_bits() const { return held_bits_; }
+
+  private:
+    const shmstage::Record* first_ = nullptr;
+    unsigned held_bits_ = 0;
 };
 
 /// Asks for the first lines of what will be read soon: the objects of thousands of trajectories lie anywhere.
@@ -494,8 +528,7 @@ class Gathered {
     const std::vector<shmstage::Segment>& segments() const { return segments_; }
     const std::vector<const shmstage::Record*>& records() const { return records_; }
     const shmstage::Totals& totals() const { return totals_; }
-    /// Bits of the ids that are held packed; 0: none are.
-    unsigned held_bits() const { return held_bits_; }
+    const Kind& kind() const { return kind_; }
 
   private:
     /// How many trajectories ahead their objects are asked for.
@@ -569,13 +602,8 @@ class Gathered {
             throw py::value_error("a record of " + std::to_string(record.tokens) + " tokens for a segment of " +
                                   std::to_string(length));
         }
-        if (!same_kind(record, *records_.front())) throw py::value_error("records of different fields");
-        if (!record.routing.held) return;
-        if (held_bits_ != 0 && held_bits_ != record.shape.bits) {
-            throw py::value_error("routing packed in " + std::to_string(held_bits_) + " and in " +
-                                  std::to_string(record.shape.bits) + " bits");
-        }
-        held_bits_ = record.shape.bits;
+        if (record.begin != 0) throw py::value_error("a record that begins at token " + std::to_string(record.begin));
+        kind_.add(record);
     }
 
     static std::uint64_t whole(PyObject* object) {
@@ -589,7 +617,7 @@ class Gathered {
     std::vector<const shmstage::Record*> records_;
     std::vector<shmstage::Segment> segments_;
     shmstage::Totals totals_{0, 0, 0};
-    unsigned held_bits_ = 0;
+    Kind kind_;
 };
 
 /// destination, number of the field in the records, padding byte
@@ -607,12 +635,12 @@ struct WordFill {
     unsigned char pad;
 };
 
-WordFill word_fill(const WordArguments& arguments, std::uint64_t places, const Gathered& gathered, Written& written) {
+WordFill word_fill(const WordArguments& arguments, std::uint64_t places, const Kind& kind, Written& written) {
     const auto& [destination, number, pad] = arguments;
     const Buffer& into = written.emplace_back(destination, true);
     check_nbytes("destination", into.nbytes(), product(places, shmstage::kWordNbytes));
     if (number >= shmstage::kMostFields) throw py::value_error("no such field: " + std::to_string(number));
-    if (!gathered.records().empty() && (gathered.records().front()->present >> number & 1U) == 0) {
+    if (kind.first() != nullptr && (kind.first()->present >> number & 1U) == 0) {
         throw py::value_error("the records lack field " + std::to_string(number));
     }
     return {into.data(), number, pad};
@@ -625,29 +653,47 @@ struct RoutingFill {
     std::byte* ids;
     std::byte* validity;
     std::byte* offsets;
-    std::uint64_t capacity;  ///< positions: real tokens, or rows x tokens where dense
+    std::uint64_t capacity;  ///< positions of a tile: real tokens, or rows x tokens where dense
+
+    /// Of one tile among several that lie one after another.
+    RoutingFill tile(std::uint64_t number, std::uint64_t rows) const {
+        const bool packed = validity != nullptr;
+        const std::uint64_t units = number * (capacity / (packed ? shmstage::kGroup : 1));
+        RoutingFill one = *this;
+        one.ids += units * (packed ? shape.group_nbytes() : shape.token_nbytes());
+        if (packed) one.validity += units * shape.layers;
+        one.offsets += number * (rows + 1) * sizeof(std::int32_t);
+        return one;
+    }
 };
 
 /// The width of packed ids, wherever there are any: held ones have the width of the destination's.
-unsigned packed_bits(unsigned bits, const Gathered& gathered) {
-    const unsigned held = gathered.held_bits();
+unsigned packed_bits(unsigned bits, const Kind& kind) {
+    const unsigned held = kind.held_bits();
     if (held != 0 && bits != 0 && held != bits) {
         throw py::value_error("routing held in " + std::to_string(held) + " bits, want " + std::to_string(bits));
     }
     return bits != 0 ? bits : held;
 }
 
-RoutingFill routing_fill(const RoutingArguments& arguments, std::uint64_t places, const Gathered& gathered,
+/// How encoded routing is divided: `count` tiles of `rows` rows each.
+struct Tiles {
+    std::uint64_t count;
+    std::uint64_t rows;
+};
+
+/// `places`: of a dense field.
+RoutingFill routing_fill(const RoutingArguments& arguments, std::uint64_t places, const Tiles& tiles, const Kind& kind,
                          Written& written) {
     const auto& [encoding, layers, top_k, bits, ids, validity, offsets] = arguments;
     const bool packed = encoding == "ragged_packed";
     if (!packed && encoding != "ragged" && encoding != "dense") throw py::value_error("unknown encoding " + encoding);
     if (!packed && bits != 0) throw py::value_error("bits for ids that are not packed");
-    const unsigned width = packed_bits(bits, gathered);
+    const unsigned width = packed_bits(bits, kind);
     const shmstage::RoutingShape shape =
         packed ? packed_shape(layers, top_k, width) : routing_shape(layers, top_k, width);
-    if (!gathered.records().empty()) {
-        const shmstage::RoutingShape& given = gathered.records().front()->shape;
+    if (kind.first() != nullptr) {
+        const shmstage::RoutingShape& given = kind.first()->shape;
         if (given.layers != layers || given.top_k != top_k) {
             throw py::value_error("routing of " + std::to_string(given.layers) + " layers and top-" +
                                   std::to_string(given.top_k) + ", want " + std::to_string(layers) + " and top-" +
@@ -659,24 +705,30 @@ RoutingFill routing_fill(const RoutingArguments& arguments, std::uint64_t places
     if (encoding == "dense") {
         check_nbytes("routing", into.nbytes(), product(places, shape.token_nbytes()));
     } else {
-        const std::uint64_t unit = packed ? shape.group_nbytes() : shape.token_nbytes();
+        const std::uint64_t unit = product(tiles.count, packed ? shape.group_nbytes() : shape.token_nbytes());
         if (into.nbytes() % unit != 0) throw py::value_error("routing is not a whole number of tokens");
         fill.capacity = into.nbytes() / unit * (packed ? shmstage::kGroup : 1);
-        const std::uint64_t real = gathered.totals().tokens;
-        if (real > fill.capacity) {
-            throw py::value_error(std::to_string(real) + " real tokens, capacity " + std::to_string(fill.capacity));
-        }
-        if (real > std::numeric_limits<std::int32_t>::max()) throw py::value_error("more than 2**31 - 1 real tokens");
         const Buffer& into_offsets = written.emplace_back(offsets, true);
-        check_nbytes("offsets", into_offsets.nbytes(), product(gathered.rows() + 1, sizeof(std::int32_t)));
+        check_nbytes("offsets", into_offsets.nbytes(),
+                     product(tiles.count, product(tiles.rows + 1, sizeof(std::int32_t))));
         fill.offsets = into_offsets.data();
     }
     if (packed) {
         const Buffer& into_validity = written.emplace_back(validity, true);
-        check_nbytes("validity", into_validity.nbytes(), product(fill.capacity / shmstage::kGroup, shape.layers));
+        check_nbytes("validity", into_validity.nbytes(),
+                     product(tiles.count, product(fill.capacity / shmstage::kGroup, shape.layers)));
         fill.validity = into_validity.data();
     }
     return fill;
+}
+
+/// Offsets are int32.
+void check_capacity(const RoutingFill& fill, std::uint64_t real) {
+    if (fill.offsets == nullptr) return;
+    if (real > fill.capacity) {
+        throw py::value_error(std::to_string(real) + " real tokens, capacity " + std::to_string(fill.capacity));
+    }
+    if (real > std::numeric_limits<std::int32_t>::max()) throw py::value_error("more than 2**31 - 1 real tokens");
 }
 
 void add_routing(shmstage::Work& work, const RoutingFill& fill, const std::vector<shmstage::RoutingSource>& sources,
@@ -709,9 +761,12 @@ void fill_microbatch(const Gathered& gathered, std::uint64_t tokens, const py::o
     check_nbytes("segment_positions", positions.nbytes(), product(places, sizeof(std::int32_t)));
     std::vector<WordFill> words;
     words.reserve(fields.size());
-    for (const WordArguments& field : fields) words.push_back(word_fill(field, places, gathered, written));
+    for (const WordArguments& field : fields) words.push_back(word_fill(field, places, gathered.kind(), written));
     std::optional<RoutingFill> routed;
-    if (routing) routed = routing_fill(*routing, places, gathered, written);
+    if (routing) {
+        routed = routing_fill(*routing, places, {1, gathered.rows()}, gathered.kind(), written);
+        check_capacity(*routed, gathered.totals().tokens);
+    }
 
     const py::gil_scoped_release released;
     const std::vector<shmstage::Span> padded = shmstage::padded_spans(segments, tokens);
@@ -739,6 +794,148 @@ void fill_microbatch(const Gathered& gathered, std::uint64_t tokens, const py::o
         if (routed->offsets != nullptr) shmstage::fill_offsets(routed->offsets, segments, gathered.rows());
     }
     work.run(threads);
+}
+
+/// row_begin, row_end, token_begin, token_end
+using RectangleArguments = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>;
+
+shmstage::Rectangle rectangle_of(const RectangleArguments& window) {
+    const auto& [row_begin, row_end, token_begin, token_end] = window;
+    if (row_end <= row_begin || token_end <= token_begin) throw py::value_error("an empty window");
+    if (std::max(row_end, token_end) > std::numeric_limits<std::int32_t>::max()) {
+        throw py::value_error("more than 2**31 - 1 rows or tokens");
+    }
+    return {row_begin, row_end, token_begin, token_end};
+}
+
+/// A part of a plan: int64 [n, 5], of which row, start and length come first.
+std::vector<shmstage::Segment> planned_segments(const py::object& plan, const shmstage::Rectangle& window) {
+    constexpr std::size_t kColumns = 5;
+    constexpr std::size_t kRowNbytes = kColumns * sizeof(std::int64_t);
+    const Buffer buffer(plan, false);
+    if (buffer.nbytes() % kRowNbytes != 0) throw py::value_error("a plan is int64 [n, 5]");
+    std::vector<shmstage::Segment> segments(buffer.nbytes() / kRowNbytes);
+    for (std::size_t i = 0; i < segments.size(); ++i) {
+        // a negative number comes out far beyond every bound
+        std::array<std::uint64_t, 3> numbers{};
+        std::memcpy(numbers.data(), buffer.data() + i * kRowNbytes, sizeof numbers);
+        segments[i] = {numbers[0], numbers[1], numbers[2]};
+        if (segments[i].row < window.row_begin) throw py::value_error("row before the window");
+    }
+    constexpr std::uint64_t kMostTokens = std::numeric_limits<std::int32_t>::max();
+    const char* fault = shmstage::segments_fault(segments, window.row_end, kMostTokens);
+    if (fault != nullptr) throw py::value_error(fault);
+    return segments;
+}
+
+/// The records of a window's segments in order; null for what has no token in it.
+class WindowRecords {
+  public:
+    explicit WindowRecords(const py::sequence& given) : kept_(given) {
+        records_.reserve(kept_.size());
+        for (const py::handle object : kept_) {
+            records_.push_back(object.is_none() ? nullptr : &py::cast<const PyRecord&>(object).record());
+            if (records_.back() != nullptr) kind_.add(*records_.back());
+        }
+    }
+
+    const std::vector<const shmstage::Record*>& records() const { return records_; }
+    const Kind& kind() const { return kind_; }
+
+  private:
+    py::tuple kept_;
+    std::vector<const shmstage::Record*> records_;
+    Kind kind_;
+};
+
+/// A rectangle of encoded routing, filled by itself.
+struct Tile {
+    RoutingFill fill;
+    std::vector<shmstage::Cut> cuts;
+    std::vector<shmstage::RoutingSource> sources;
+    std::vector<shmstage::Span> padded;
+    std::vector<shmstage::Span> compact;
+};
+
+/// The tiles of a window, row of tiles by row of tiles; dense routing is one tile.
+std::vector<Tile> tiles_of(const RoutingFill& fill, const shmstage::Rectangle& window, std::uint64_t rows,
+                           std::uint64_t tokens, const std::vector<shmstage::Segment>& segments) {
+    std::vector<Tile> tiles;
+    for (std::uint64_t row = window.row_begin; row < window.row_end; row += rows) {
+        for (std::uint64_t token = window.token_begin; token < window.token_end; token += tokens) {
+            const bool dense = fill.offsets == nullptr;
+            Tile tile{dense ? fill : fill.tile(tiles.size(), rows), {}, {}, {}, {}};
+            tile.cuts = shmstage::cuts_of(segments, {row, row + rows, token, token + tokens});
+            check_capacity(tile.fill, shmstage::tokens_of(tile.cuts));
+            tiles.push_back(std::move(tile));
+        }
+    }
+    return tiles;
+}
+
+/// Returns the real tokens in the window.
+std::uint64_t fill_window(const py::object& plan, const py::sequence& given, const RectangleArguments& where,
+                          const std::array<std::uint64_t, 2>& divided, const py::object& segment_ids,
+                          const py::object& segment_positions, const std::vector<WordArguments>& fields,
+                          const std::optional<RoutingArguments>& routing, unsigned threads) {
+    const shmstage::Rectangle window = rectangle_of(where);
+    const std::vector<shmstage::Segment> segments = planned_segments(plan, window);
+    const WindowRecords gathered(given);
+    if (gathered.records().size() != segments.size()) {
+        throw py::value_error(std::to_string(gathered.records().size()) + " records for " +
+                              std::to_string(segments.size()) + " segments");
+    }
+    const std::vector<shmstage::Cut> cuts = shmstage::cuts_of(segments, window);
+    if (!shmstage::covered(cuts, gathered.records())) throw py::value_error("records lack tokens of the window");
+    const std::uint64_t rows = window.row_end - window.row_begin;
+    const std::uint64_t tokens = window.token_end - window.token_begin;
+    const std::uint64_t places = product(rows, tokens);
+    const auto [down, across] = divided;
+    if (down == 0 || across == 0 || rows % down != 0 || tokens % across != 0) {
+        throw py::value_error("the tiles do not divide the window");
+    }
+    Written written;
+    const Buffer& ids = written.emplace_back(segment_ids, true);
+    const Buffer& positions = written.emplace_back(segment_positions, true);
+    check_nbytes("segment_ids", ids.nbytes(), product(places, sizeof(std::int32_t)));
+    check_nbytes("segment_positions", positions.nbytes(), product(places, sizeof(std::int32_t)));
+    std::vector<WordFill> words;
+    words.reserve(fields.size());
+    for (const WordArguments& field : fields) words.push_back(word_fill(field, places, gathered.kind(), written));
+    std::vector<Tile> tiles;
+    if (routing) {
+        const Tiles divisions{product(down, across), rows / down};
+        const RoutingFill fill = routing_fill(*routing, places, divisions, gathered.kind(), written);
+        if (fill.offsets == nullptr && divisions.count != 1) throw py::value_error("dense routing has no tiles");
+        tiles = tiles_of(fill, window, divisions.rows, tokens / across, segments);
+    }
+
+    const py::gil_scoped_release released;
+    const std::vector<shmstage::Span> padded = shmstage::padded_spans(cuts, tokens);
+    shmstage::Work work;
+    const std::uint64_t word = sizeof(std::int32_t);
+    work.add(places, word, [&](const shmstage::Part& part) { shmstage::fill_segment_ids(ids.data(), padded, part); });
+    work.add(places, word,
+             [&](const shmstage::Part& part) { shmstage::fill_segment_positions(positions.data(), padded, part); });
+    std::vector<shmstage::SpanField> filled;
+    filled.reserve(words.size());
+    for (const WordFill& field : words) {
+        filled.push_back({field.destination, shmstage::kWordNbytes, field.pad,
+                          shmstage::words_of(cuts, gathered.records(), field.number)});
+    }
+    for (const shmstage::SpanField& field : filled) {
+        work.add(places, field.token_nbytes,
+                 [&](const shmstage::Part& part) { shmstage::fill_spans(field, padded, part); });
+    }
+    for (Tile& tile : tiles) {
+        tile.sources = shmstage::routing_of(tile.cuts, gathered.records());
+        tile.padded = shmstage::padded_spans(tile.cuts, tokens);
+        tile.compact = shmstage::compact_spans(tile.cuts);
+        add_routing(work, tile.fill, tile.sources, tile.padded, tile.compact);
+        if (tile.fill.offsets != nullptr) shmstage::fill_offsets(tile.fill.offsets, tile.cuts, rows / down);
+    }
+    work.run(threads);
+    return shmstage::tokens_of(cuts);
 }
 
 py::bytes pack_routing(const py::object& routing, std::uint64_t layers, std::uint64_t top_k, unsigned bits) {
@@ -771,12 +968,13 @@ void bind_records(py::module_& module) {
     py::class_<PyRecord>(module, "TrajectoryRecord",
                          "What a fill needs of one trajectory, noted once; holds the arrays.\n\n"
                          "words: per field None or `tokens` 4-byte words. routing: (array, tokens, layers, top_k, bits);\n"
-                         "bits 0: int16 [tokens, layers, top_k], else what pack_routing made. ValueError if a size\n"
-                         "does not fit.")
+                         "bits 0: int16 [tokens, layers, top_k], else what pack_routing made. begin: of a part of a\n"
+                         "trajectory, its first token; what is packed then has all of that token's group of 8.\n"
+                         "ValueError if a size does not fit.")
         .def(py::init<std::uint64_t, const py::sequence&, const std::optional<HeldRouting>&, std::uint64_t,
-                      std::uint32_t>(),
+                      std::uint32_t, std::uint64_t>(),
              py::arg("tokens"), py::arg("words"), py::arg("routing") = py::none(), py::arg("loss_tokens") = 0,
-             py::arg("experts") = 0);
+             py::arg("experts") = 0, py::arg("begin") = 0);
     py::class_<Gathered>(module, "Gathered",
                          "The records of a micro-batch, one per segment; holds them.\n\n"
                          "rows: per row a tuple of segments (number, start, length). trajectories: number to what has\n"
@@ -787,7 +985,8 @@ void bind_records(py::module_& module) {
         .def_property_readonly("loss_tokens", [](const Gathered& self) { return self.totals().loss_tokens; })
         .def_property_readonly("trained", [](const Gathered& self) { return self.totals().trained; },
                                "Records with a loss token.")
-        .def_property_readonly("held_bits", &Gathered::held_bits, "Bits of ids that are held packed; 0: none are.");
+        .def_property_readonly("held_bits", [](const Gathered& self) { return self.kind().held_bits(); },
+                               "Bits of ids that are held packed; 0: none are.");
 }
 
 void bind_fill(py::module_& module) {
@@ -800,6 +999,15 @@ void bind_fill(py::module_& module) {
                "packing/routing.py has them (None where the encoding lacks one), bits 0 unless packed. threads: 0 =\n"
                "by cores and size. ValueError, before anything is written, if a size, a segment or the capacity does\n"
                "not fit.");
+    module.def("fill_window", &fill_window, py::arg("plan"), py::arg("records"), py::arg("window"), py::arg("tiles"),
+               py::arg("segment_ids"), py::arg("segment_positions"), py::arg("fields"),
+               py::arg("routing") = py::none(), py::arg("threads") = 0,
+               "As fill_microbatch, a window of it: (row_begin, row_end, token_begin, token_end). Returns the real\n"
+               "tokens in it.\n\n"
+               "plan: int64 [n, 5], row, start and length of every segment in the window's rows, in order; the other\n"
+               "two are not read. records: for each of them a record that has its tokens in the window, or None\n"
+               "where it has none. tiles: how often the window is divided, (down, across); routing that is not dense\n"
+               "lies tile by tile, each by itself.");
     module.def("pack_routing", &pack_routing, py::arg("routing"), py::arg("layers"), py::arg("top_k"), py::arg("bits"),
                "Dense int16 [tokens, layers, top_k] as a waiting trajectory keeps it: packed groups of 8 tokens,\n"
                "uint8 [groups, layers, top_k, bits], then their validity [groups, layers]. Ids must be below 2**bits.");

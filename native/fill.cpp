@@ -114,8 +114,9 @@ void fill_segment_positions(std::byte* destination, const std::vector<Span>& spa
     Sink sink(destination + part.first * sizeof(std::int32_t), part.streaming);
     walk(
         spans, part, [&](std::uint64_t count) { sink.fill(0, count * sizeof(std::int32_t)); },
-        [&](std::size_t, std::uint64_t first, std::uint64_t count) {
-            append_int32(sink, count, [first](std::uint64_t i) { return static_cast<std::int32_t>(first + i); });
+        [&](std::size_t i, std::uint64_t first, std::uint64_t count) {
+            const std::uint64_t begin = spans[i].first + first;
+            append_int32(sink, count, [begin](std::uint64_t at) { return static_cast<std::int32_t>(begin + at); });
         });
     sink.finish();
 }

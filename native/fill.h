@@ -24,7 +24,8 @@ const char* segments_fault(const std::vector<Segment>& segments, std::uint64_t r
 struct Span {
     std::uint64_t begin;
     std::uint64_t length;
-    std::int32_t number;  ///< 1..n from left to right in its row
+    std::int32_t number;      ///< 1..n from left to right in its row
+    std::uint64_t first = 0;  ///< its first token, counted in the whole segment
 };
 
 /// Positions are those of [rows, tokens], row after row. The segments have passed segments_fault.
@@ -60,7 +61,7 @@ void fill_spans(const SpanField& field, const std::vector<Span>& spans, const Pa
 /// int32: 1..n from left to right in each row, 0 elsewhere.
 void fill_segment_ids(std::byte* destination, const std::vector<Span>& spans, const Part& part);
 
-/// int32: 0..length-1 in each segment, 0 elsewhere.
+/// int32: first..first+length-1 in each segment, 0 elsewhere.
 void fill_segment_positions(std::byte* destination, const std::vector<Span>& spans, const Part& part);
 
 /// The first span that ends after `position`, by its index.

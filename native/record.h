@@ -16,6 +16,7 @@ constexpr std::size_t kWordNbytes = 4;  ///< of every field but routing, per tok
 constexpr std::size_t kMostFields = 8;
 
 struct Record {
+    std::uint64_t begin = 0;  ///< first token that is here; others than 0 where a trajectory was cut
     std::uint64_t tokens = 0;
     std::uint64_t loss_tokens = 0;
     std::uint32_t present = 0;  ///< bit i: field i is there

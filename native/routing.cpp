@@ -224,24 +224,19 @@ void unpack_group(std::byte* dense, const std::byte* ids, const std::byte* valid
     }
 }
 
-/// Where a held source keeps its validity.
-const std::byte* held_validity(const std::byte* held, std::uint64_t tokens, const RoutingShape& shape) {
-    return held + (tokens + kGroup - 1) / kGroup * shape.group_nbytes();
-}
-
 /// Calls write(rows of the dense tokens [first, first + count), count <= 8) for a held source, group by group.
 template <typename Write>
-void unpack_tokens(const std::byte* held, std::uint64_t tokens, std::uint64_t first, std::uint64_t count,
-                   const RoutingShape& shape, std::vector<std::byte>& scratch, Write write) {
+void unpack_tokens(const RoutingSource& source, std::uint64_t first, std::uint64_t count, const RoutingShape& shape,
+                   std::vector<std::byte>& scratch, Write write) {
     scratch.resize(kGroup * shape.token_nbytes());
-    const std::byte* validity = held_validity(held, tokens, shape);
-    for (std::uint64_t at = first; at < first + count;) {
+    const std::uint64_t begin = source.skipped + first;
+    for (std::uint64_t at = begin; at < begin + count;) {
         const std::uint64_t group = at / kGroup;
         const std::uint64_t lane = at % kGroup;
-        const std::uint64_t some = std::min(kGroup - lane, first + count - at);
+        const std::uint64_t some = std::min(kGroup - lane, begin + count - at);
         with_bits(shape.bits, [&](auto bits) {
-            unpack_group<bits()>(scratch.data(), held + group * shape.group_nbytes(), validity + group * shape.layers,
-                                 shape);
+            unpack_group<bits()>(scratch.data(), source.data + group * shape.group_nbytes(),
+                                 source.validity + group * shape.layers, shape);
         });
         write(scratch.data() + lane * shape.token_nbytes(), some);
         at += some;
@@ -296,12 +291,13 @@ Pieces pieces_of(std::uint64_t position, std::size_t& i, const std::vector<Span>
 template <unsigned Bits>
 void merge(std::byte* ids, std::byte* validity, const Piece& piece, const RoutingShape& shape) {
     const std::byte* held = piece.source->data;
-    const std::byte* held_set = held_validity(held, piece.source->tokens, shape);
+    const std::byte* held_set = piece.source->validity;
+    const std::uint64_t begin = piece.source->skipped + piece.first;
     std::uint64_t lane = piece.lane;
-    for (std::uint64_t at = piece.first; at < piece.first + piece.count;) {
+    for (std::uint64_t at = begin; at < begin + piece.count;) {
         const std::uint64_t group = at / kGroup;
         const std::uint64_t from = at % kGroup;
-        const std::uint64_t some = std::min(kGroup - from, piece.first + piece.count - at);
+        const std::uint64_t some = std::min(kGroup - from, begin + piece.count - at);
         // all 8 of 8 bits would shift by the whole width of the word
         const auto mask = static_cast<Word<Bits>>((static_cast<Wide>(1) << some * Bits) - 1);
         const std::byte* source = held + group * shape.group_nbytes();
@@ -365,10 +361,11 @@ class PackedWriter {
     /// 8 held tokens: one group of their source, or the end of one and the begin of the next.
     void append_held(const Piece& piece) {
         const RoutingSource& source = *piece.source;
-        const std::uint64_t group = piece.first / kGroup;
+        const std::uint64_t first = source.skipped + piece.first;
+        const std::uint64_t group = first / kGroup;
         const std::byte* ids = source.data + group * shape_.group_nbytes();
-        const std::byte* set = held_validity(source.data, source.tokens, shape_) + group * shape_.layers;
-        const auto skipped = static_cast<unsigned>(piece.first % kGroup);
+        const std::byte* set = source.validity + group * shape_.layers;
+        const auto skipped = static_cast<unsigned>(first % kGroup);
         if (skipped == 0) {
             ids_.copy(ids, shape_.group_nbytes());
             validity_.copy(set, shape_.layers);
@@ -377,15 +374,15 @@ class PackedWriter {
         const unsigned down = skipped * Bits;
         const unsigned up = kGroup * Bits - down;
         for (std::uint64_t index = 0; index < shape_.ids(); ++index) {
-            const Word<Bits> first = load_word<Bits>(ids + index * Bits);
-            const Word<Bits> second = load_word<Bits>(ids + shape_.group_nbytes() + index * Bits);
-            store_word<Bits>(ids_.room(Bits), first >> down | second << up);
+            const Word<Bits> here = load_word<Bits>(ids + index * Bits);
+            const Word<Bits> next = load_word<Bits>(ids + shape_.group_nbytes() + index * Bits);
+            store_word<Bits>(ids_.room(Bits), here >> down | next << up);
             ids_.commit(Bits);
         }
         for (std::uint64_t layer = 0; layer < shape_.layers; ++layer) {
-            const auto first = std::to_integer<unsigned>(set[layer]);
-            const auto second = std::to_integer<unsigned>(set[shape_.layers + layer]);
-            *validity_.room(1) = static_cast<std::byte>(first >> skipped | second << (kGroup - skipped));
+            const auto here = std::to_integer<unsigned>(set[layer]);
+            const auto next = std::to_integer<unsigned>(set[shape_.layers + layer]);
+            *validity_.room(1) = static_cast<std::byte>(here >> skipped | next << (kGroup - skipped));
             validity_.commit(1);
         }
     }
@@ -419,6 +416,27 @@ std::uint64_t held_nbytes(const RoutingShape& shape, std::uint64_t tokens) {
     return (tokens + kGroup - 1) / kGroup * (shape.group_nbytes() + shape.layers);
 }
 
+RoutingSource held_source(const std::byte* held, std::uint64_t skipped, std::uint64_t tokens,
+                          const RoutingShape& shape) {
+    const std::uint64_t groups = (skipped + tokens + kGroup - 1) / kGroup;
+    return {held, tokens, true, held + groups * shape.group_nbytes(), skipped};
+}
+
+RoutingSource part_of(const RoutingSource& source, std::uint64_t first, std::uint64_t count, const RoutingShape& shape) {
+    RoutingSource part = source;
+    part.tokens = source.tokens > first ? std::min(count, source.tokens - first) : 0;
+    if (part.tokens == 0) return part;
+    if (!source.held) {
+        part.data += first * shape.token_nbytes();
+        return part;
+    }
+    const std::uint64_t at = source.skipped + first;
+    part.data += at / kGroup * shape.group_nbytes();
+    part.validity += at / kGroup * shape.layers;
+    part.skipped = at % kGroup;
+    return part;
+}
+
 void pack_routing(std::byte* held, const std::byte* dense, std::uint64_t tokens, const RoutingShape& shape) {
     const std::vector<Span> spans{{0, tokens, 0}};
     const std::vector<RoutingSource> sources{{dense, tokens, false}};
@@ -427,7 +445,7 @@ void pack_routing(std::byte* held, const std::byte* dense, std::uint64_t tokens,
 }
 
 void unpack_routing(std::byte* dense, const std::byte* held, std::uint64_t tokens, const RoutingShape& shape) {
-    fill_dense_routing(dense, shape, {{held, tokens, true}}, {{0, tokens, 0}}, {0, tokens, false});
+    fill_dense_routing(dense, shape, {held_source(held, 0, tokens, shape)}, {{0, tokens, 0}}, {0, tokens, false});
 }
 
 void fill_dense_routing(std::byte* destination, const RoutingShape& shape, const std::vector<RoutingSource>& sources,
@@ -441,7 +459,7 @@ void fill_dense_routing(std::byte* destination, const RoutingShape& shape, const
             const RoutingSource& source = sources[i];
             const std::uint64_t given = source.tokens > first ? std::min(count, source.tokens - first) : 0;
             if (given != 0 && source.held) {
-                unpack_tokens(source.data, source.tokens, first, given, shape, scratch,
+                unpack_tokens(source, first, given, shape, scratch,
                               [&](const std::byte* rows, std::uint64_t some) { sink.copy(rows, some * each); });
             } else if (given != 0) {
                 sink.copy(source.data + first * each, given * each);

@@ -36,12 +36,21 @@ void pack_routing(std::byte* held, const std::byte* dense, std::uint64_t tokens,
 /// Held to dense.
 void unpack_routing(std::byte* dense, const std::byte* held, std::uint64_t tokens, const RoutingShape& shape);
 
-/// Routing of one segment, dense or held; borrowed. Tokens past `tokens` are unset.
+/// Routing of one segment, dense or held; borrowed. Tokens past `tokens` are unset. Held, it begins in a group's middle
+/// where it was cut there: groups are kept whole.
 struct RoutingSource {
-    const std::byte* data;
+    const std::byte* data;  ///< held: the group of the first token
     std::uint64_t tokens;
     bool held;
+    const std::byte* validity = nullptr;  ///< held: that group's
+    std::uint64_t skipped = 0;            ///< held: tokens of that group before the first, 0 to 7
 };
+
+/// What pack_routing made of `skipped` + `tokens` tokens, without the first `skipped` of them.
+RoutingSource held_source(const std::byte* held, std::uint64_t skipped, std::uint64_t tokens, const RoutingShape& shape);
+
+/// At most `count` tokens of a source, from `first` on.
+RoutingSource part_of(const RoutingSource& source, std::uint64_t first, std::uint64_t count, const RoutingShape& shape);
 
 /// Dense at the positions of `part`: of a padded field, or of a compact one (ragged). One source per span.
 void fill_dense_routing(std::byte* destination, const RoutingShape& shape, const std::vector<RoutingSource>& sources,

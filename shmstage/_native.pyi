@@ -70,6 +70,7 @@ class TrajectoryRecord:
         routing: tuple[Any, int, int, int, int] | None = None,
         loss_tokens: int = 0,
         experts: int = 0,
+        begin: int = 0,
     ) -> None: ...
 
 class Gathered:
@@ -94,6 +95,17 @@ def fill_microbatch(
     routing: tuple[str, int, int, int, Any, Any, Any] | None = None,
     threads: int = 0,
 ) -> None: ...
+def fill_window(
+    plan: Any,
+    records: Sequence[TrajectoryRecord | None],
+    window: tuple[int, int, int, int],
+    tiles: tuple[int, ...],
+    segment_ids: Any,
+    segment_positions: Any,
+    fields: list[tuple[Any, int, int]],
+    routing: tuple[str, int, int, int, Any, Any, Any] | None = None,
+    threads: int = 0,
+) -> int: ...
 def pack_routing(routing: Any, layers: int, top_k: int, bits: int) -> bytes: ...
 def unpack_routing(destination: Any, held: Any, layers: int, top_k: int, bits: int) -> None: ...
 def routing_fault(routing: Any, top_k: int, experts: int) -> int: ...

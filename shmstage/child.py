@@ -9,6 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import final
@@ -63,10 +64,16 @@ class Lifeline:
         os._exit(130)
 
 
-def run_child(role: str, serve: Callable[[Settings, Lifeline, int], None]) -> int:
-    """Parse the child's arguments, call ``serve(settings, lifeline, epoch)``, return the exit code.
+def run_child(
+    role: str,
+    serve: Callable[[Settings, Lifeline, int, Path | None], None],
+    records_in: Callable[[Settings, Path | None], Path] = lambda settings, peers_file: settings.out_dir,
+) -> int:
+    """Parse the child's arguments, call ``serve(settings, lifeline, epoch, peers_file)``, return the exit code.
 
-    An error is one line (a traceback only if it is none of ours) in the log and a record in OUT for the launcher.
+    ``peers_file`` says who is where in a run past one machine, and with which keys; ``None`` on one. An error is one
+    line (a traceback only if it is none of ours) in the log and a record for the launcher, in OUT or where
+    ``records_in`` says.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     parser = argparse.ArgumentParser(prog=f"python -m shmstage.{role}")
@@ -75,6 +82,7 @@ def run_child(role: str, serve: Callable[[Settings, Lifeline, int], None]) -> in
     given.add_argument("--settings-file", type=Path, metavar="FILE", help="a run.json; its settings are taken")
     parser.add_argument("--epoch", type=int, default=1, help="incarnation of the orchestrator")
     parser.add_argument("--lifeline", action="store_true", help="stop at the end of standard input")
+    parser.add_argument("--peers-file", type=Path, metavar="FILE", help="addresses and keys of the other hosts")
     args = parser.parse_args()
     try:
         settings = _settings(args)
@@ -83,14 +91,27 @@ def run_child(role: str, serve: Callable[[Settings, Lifeline, int], None]) -> in
         return error.exit_code
     lifeline = Lifeline(watch_stdin=args.lifeline, grace_s=settings.stop_grace_s)
     try:
-        serve(settings, lifeline, args.epoch)
+        serve(settings, lifeline, args.epoch, args.peers_file)
         return 0
     except ShmstageError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return write_failure(settings.out_dir, role, error)
+        return _write_failure(records_in, settings, args.peers_file, role, error)
     except BaseException as error:  # a plug-in may raise anything, SystemExit too
         traceback.print_exc()
-        return write_failure(settings.out_dir, role, error)
+        return _write_failure(records_in, settings, args.peers_file, role, error)
+
+
+def _write_failure(
+    records_in: Callable[[Settings, Path | None], Path],
+    settings: Settings,
+    peers_file: Path | None,
+    role: str,
+    error: BaseException,
+) -> int:
+    directory = settings.out_dir
+    with suppress(ShmstageError):  # the file that says where may be what is wrong
+        directory = records_in(settings, peers_file)
+    return write_failure(directory, role, error)
 
 
 def _settings(args: argparse.Namespace) -> Settings:

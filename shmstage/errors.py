@@ -142,7 +142,7 @@ class StageMismatchError(TrainerError):
 
 
 class GateClosedError(TrainerError):
-    """The trainer accepts only ``info``, ``compile``, ``restore_checkpoint`` and ``shutdown`` now."""
+    """The trainer accepts only ``info``, ``compile``, ``ranges``, ``restore_checkpoint`` and ``shutdown`` now."""
 
 
 class TokenFailedError(TrainerError):

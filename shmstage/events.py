@@ -226,11 +226,17 @@ class NoEvents:
 NO_EVENTS: Final = NoEvents()
 
 
-def open_events(settings: Settings, process: str, start: int, sample: Callable[[], dict[str, Figure]]) -> Events:
-    """The writer of ``OUT/events/PROCESS.jsonl``, or nothing where events are off."""
+def open_events(
+    settings: Settings,
+    process: str,
+    start: int,
+    sample: Callable[[], dict[str, Figure]],
+    directory: Path | None = None,
+) -> Events:
+    """The writer of ``events/PROCESS.jsonl`` in OUT or ``directory``, or nothing where events are off."""
     if settings.events == "off":
         return NO_EVENTS
     return EventWriter(
-        settings.out_dir / FOLDER / f"{process}.jsonl", process=process, run=settings.run, start=start,
+        (directory or settings.out_dir) / FOLDER / f"{process}.jsonl", process=process, run=settings.run, start=start,
         limit_nbytes=settings.events_limit, sample=sample,
     )  # fmt: skip

@@ -96,7 +96,7 @@ void check_routing(Dice& dice) {
         Ids back(dense[i].size());
         unpack_routing(reinterpret_cast<std::byte*>(back.data()), held[i].data(), tokens, shape);
         CHECK(back == dense[i]);
-        if (dice.below(2) == 0) sources.back() = {held[i].data(), tokens, true};
+        if (dice.below(2) == 0) sources.back() = held_source(held[i].data(), 0, tokens, shape);
     }
 
     const std::uint64_t groups = (real + kGroup - 1) / kGroup + dice.below(2);

@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import AxisType, PartitionSpec
 
 from shmstage.demo.loss import LossConfig, clipped_policy_gradient
 from shmstage.demo.model import ModelConfig, Params, config_of, init, per_token_logps
 from shmstage.demo.policy import read_policy
 from shmstage.demo.source import recorded_bundle
 from shmstage.errors import SettingsError
+from shmstage.trainer.jax_seam import partition_spec
 from shmstage.trainer.optax_engine import OptaxEngine
 
 RECORDED, FRESH = "recorded", "fresh"
@@ -86,9 +88,18 @@ def make_engine(settings: Mapping[str, object]) -> OptaxEngine:
         loss_fn,
         initial_params(parsed),
         optax.adamw(parsed.learning_rate, weight_decay=parsed.weight_decay),
+        *_over_all_hosts(),
         checkpoint_dir=parsed.checkpoint_dir,
         logps_fn=per_token_logps,
     )
+
+
+def _over_all_hosts() -> tuple[jax.sharding.Mesh | None, PartitionSpec | None]:
+    """Mesh and batch spec: rows over the devices of all hosts, or one device where there is one host."""
+    if jax.process_count() == 1:
+        return None, None
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    return mesh, partition_spec("data")
 
 
 def initial_params(settings: EngineSettings) -> Params:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
@@ -21,7 +21,10 @@ OUT_OF_MEMORY_HINT = ", by hand or by the kernel because memory ran out"
 class Child:
     """One child. Its standard input is a pipe that only the launcher holds open: the child's lifeline."""
 
-    def __init__(self, role: str, arguments: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, role: str, arguments: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """``environment``: instead of this process's own."""
         self.role = role
         self.log = log
         with log.open("ab") as output:
@@ -32,7 +35,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 # its own session: Ctrl-C reaches the launcher alone, which then stops the children in order
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"},
             )
 
     @property

@@ -20,7 +20,7 @@ from shmstage.events import NO_EVENTS, Events
 from shmstage.orchestrator.evaluation import Evaluator
 from shmstage.orchestrator.feeder import Feeder
 from shmstage.orchestrator.hooks import Hooks, Judging
-from shmstage.orchestrator.late_fields import LateFields
+from shmstage.orchestrator.late_fields import LateFieldWriter
 from shmstage.orchestrator.ledger import Ledger
 from shmstage.orchestrator.listener import Listener
 from shmstage.orchestrator.patience import Patience
@@ -66,7 +66,7 @@ class Program:
         hooks: Hooks | None = None,
         hook_timeout_s: float = 3600.0,
         evaluator: Evaluator | None = None,
-        late: LateFields | None = None,
+        late: LateFieldWriter | None = None,
         events: Events = NO_EVENTS,
     ) -> None:
         self._schedule = BoundarySchedule(config)

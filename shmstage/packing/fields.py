@@ -100,11 +100,13 @@ def microbatch_layout(
     encoding: str = "dense",
     experts: int = 0,
     max_real_tokens: int = 0,
+    tiles: tuple[int, int] | None = None,
 ) -> Layout:
     """The layout of a micro-batch `[rows, tokens]`. `late` names the packed fields written after publication.
 
     `optional` holds `Trajectory`'s names of the optional fields; with `"routing"`, `layers`, `top_k`, `encoding` and
-    what that needs of `experts` and `max_real_tokens` give the fields of `packing.routing`. Raises `LayoutError`.
+    what that needs of `experts`, `max_real_tokens` and `tiles` give the fields of `packing.routing`. Raises
+    `LayoutError`.
     """
     unknown = optional - OPTIONAL_FIELDS
     if unknown:
@@ -118,7 +120,7 @@ def microbatch_layout(
         if field is ROUTING:
             routing = routing_fields(
                 encoding, rows=rows, tokens=tokens, max_real_tokens=max_real_tokens, layers=layers, top_k=top_k,
-                experts=experts,
+                experts=experts, tiles=tiles,
             )  # fmt: skip
             specs.update(routing)
             continue

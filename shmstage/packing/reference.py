@@ -13,11 +13,22 @@ class Shaped(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-class Described(Protocol):
-    """What planning, digests and books need of a trajectory: `Trajectory` has it, and `TrajectoryReference`."""
+class Carrier(Protocol):
+    """Which arrays somebody carries: `Trajectory`, `TrajectoryReference` and `Piece` say it."""
 
     @property
     def trajectory_id(self) -> str: ...
+    @property
+    def optional(self) -> frozenset[str]: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def routing(self) -> Shaped | None: ...
+
+
+class Described(Carrier, Protocol):
+    """What planning, digests and books need of a trajectory: `Trajectory` has it, and `TrajectoryReference`."""
+
     @property
     def group_id(self) -> str: ...
     @property
@@ -32,12 +43,6 @@ class Described(Protocol):
     def loss_tokens(self) -> int: ...
     @property
     def digest(self) -> bytes: ...
-    @property
-    def optional(self) -> frozenset[str]: ...
-    @property
-    def experts(self) -> int: ...
-    @property
-    def routing(self) -> Shaped | None: ...
 
 
 class Key(NamedTuple):
@@ -70,3 +75,17 @@ class TrajectoryReference:
     optional: frozenset[str]
     experts: int
     routing: RoutingShape | None
+
+    @classmethod
+    def of(cls, trajectory: Described, key: Key) -> TrajectoryReference:
+        """The reference to a trajectory that lies under `key`."""
+        routing = None
+        if trajectory.routing is not None:
+            tokens, layers, top_k = trajectory.routing.shape
+            routing = RoutingShape((tokens, layers, top_k))
+        return cls(
+            key=key, trajectory_id=trajectory.trajectory_id, group_id=trajectory.group_id,
+            batch_index=trajectory.batch_index, policy_version=trajectory.policy_version, length=trajectory.length,
+            nbytes=trajectory.nbytes, loss_tokens=trajectory.loss_tokens, digest=trajectory.digest,
+            optional=trajectory.optional, experts=trajectory.experts, routing=routing,
+        )  # fmt: skip

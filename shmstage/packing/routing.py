@@ -13,6 +13,10 @@ where ids are packed. A *group* is 8 consecutive tokens: the 8 ids of one (layer
 bytes as one little-endian integer, token j's in bits `j * bits` to `(j + 1) * bits - 1`. `capacity` is the most real
 tokens a micro-batch may hold: `max_real_tokens`, or rows x tokens without that limit, in whole groups. All that is
 static lies in the shapes.
+
+Where a micro-batch is divided among hosts and devices, its ragged forms are too: `tiles` = (R, T) cuts rows into R
+parts and tokens into T, every tile is encoded as a micro-batch of its own, and the fields have two leading axes,
+`[R, T, ...]`.
 """
 
 from __future__ import annotations
@@ -92,11 +96,13 @@ def routing_fields(
     layers: int,
     top_k: int,
     experts: int = 0,
+    tiles: tuple[int, int] | None = None,
 ) -> Specs:
     """The fields of routing in this encoding, name → (dtype, shape), in slot order.
 
     Raises `LayoutError` for an unknown encoding, for sizes below 1, for `experts` unknown or beyond int16 where ids
-    are packed, and where int32 row offsets could not count the real tokens.
+    are packed, where int32 row offsets could not count the real tokens, and for tiles that do not divide the rows or
+    the tokens (in any encoding: dense routing is cut there too).
     """
     if encoding not in ROUTING_ENCODINGS:
         raise LayoutError(f"routing_encoding = {encoding!r}; it is one of {', '.join(ROUTING_ENCODINGS)}")
@@ -104,22 +110,32 @@ def routing_fields(
         raise LayoutError(
             f"routing of {rows} rows x {tokens} tokens, {layers} layers x top-{top_k}; give at least 1 of each"
         )
+    tile_rows, tile_tokens = _tile(rows, tokens, tiles or (1, 1))
     if encoding == "dense":
         return {DENSE: ("int16", (rows, tokens, layers, top_k))}
-    capacity = routing_capacity(rows, tokens, max_real_tokens)
+    capacity = routing_capacity(tile_rows, tile_tokens, max_real_tokens)
     if capacity > _MAX_INT32:
         raise LayoutError(
             f"{capacity} real tokens in a micro-batch; routing_encoding = {encoding} counts to {_MAX_INT32}; set "
             "max_real_tokens, or use fewer rows"
         )
-    offsets: Specs = {OFFSETS: ("int32", (rows + 1,))}
+    each = tiles or ()
+    offsets: Specs = {OFFSETS: ("int32", (*each, tile_rows + 1))}
     if encoding == "ragged":
-        return {RAGGED: ("int16", (capacity, layers, top_k)), **offsets}
+        return {RAGGED: ("int16", (*each, capacity, layers, top_k)), **offsets}
     return {
-        PACKED: ("uint8", (capacity // GROUP, layers, top_k, id_bits(experts))),
-        VALIDITY: ("uint8", (capacity // GROUP, layers)),
+        PACKED: ("uint8", (*each, capacity // GROUP, layers, top_k, id_bits(experts))),
+        VALIDITY: ("uint8", (*each, capacity // GROUP, layers)),
         **offsets,
     }
+
+
+def _tile(rows: int, tokens: int, tiles: tuple[int, int]) -> tuple[int, int]:
+    """Rows and tokens of one tile."""
+    for name, size, count in (("rows", rows, tiles[0]), ("tokens", tokens, tiles[1])):
+        if count < 1 or size % count:
+            raise LayoutError(f"{name} = {size} in {count} parts; give a multiple of {max(count, 1)}")
+    return rows // tiles[0], tokens // tiles[1]
 
 
 def token_nbits(encoding: str, *, layers: int, top_k: int, experts: int = 0) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,12 @@ import xxhash
 
 from shmstage import _native
 from shmstage.errors import TrajectoryError, shown
-from shmstage.packing.fields import ROUTING, TOKEN_FIELDS, WORD_FIELDS
+from shmstage.packing.fields import ROUTING, TOKEN_FIELDS, WORD_FIELDS, TokenField
 from shmstage.packing.held_routing import HeldRouting
+from shmstage.packing.reference import Carrier
 
 Float32 = npt.NDArray[np.float32]
+_Known = TypeVar("_Known", bound=Carrier)
 
 #: integers up to here are exact in float32
 _EXACT_FLOAT32 = 1 << 24
@@ -93,8 +95,7 @@ class Trajectory:
                 want = f"shape [{self.length}], one per token" if row.source != "tokens" else "one dimension"
                 self._refuse(row.source, want, f"shape {list(array.shape)}")
             object.__setattr__(self, row.source, array)
-            hasher.update(f"{row.source} {row.dtype} {array.shape};".encode())
-            hasher.update(array.data)
+            hash_array(hasher, row, array.shape, array)
         if self.length and self.tokens.min() < 0:
             self._refuse("tokens", "ids from 0", f"{self.tokens.min()}; it would index the embedding from its end")
         neither = (self.loss_mask != 0) & (self.loss_mask != 1)
@@ -205,19 +206,25 @@ class Group:
     trajectories: tuple[Trajectory, ...]
 
 
-def check_same_fields(trajectories: Iterable[Trajectory]) -> Trajectory | None:
+def hash_array(hasher: xxhash.xxh3_128, row: TokenField, shape: tuple[int, ...], array: npt.NDArray[Any]) -> None:
+    """One field of a trajectory's digest, of `array`'s bytes."""
+    hasher.update(f"{row.source} {row.dtype} {shape};".encode())
+    hasher.update(array.data)
+
+
+def check_same_fields(trajectories: Iterable[_Known]) -> _Known | None:
     """All carry the same optional fields, routing of one shape and experts; returns the first of them.
 
     Raises `TrajectoryError` naming both trajectories otherwise.
     """
-    first: Trajectory | None = None
+    first: _Known | None = None
     for trajectory in trajectories:
         if first is None:
             first = trajectory
             continue
         if trajectory.optional != first.optional:
             name = min(first.optional ^ trajectory.optional)
-            has, lacks = (first, trajectory) if getattr(first, name) is not None else (trajectory, first)
+            has, lacks = (first, trajectory) if name in first.optional else (trajectory, first)
             raise TrajectoryError(
                 f"trajectory {has.trajectory_id!r} has {name} and trajectory {lacks.trajectory_id!r} has not; "
                 "give an optional field to all of them or to none"

@@ -85,6 +85,7 @@ class FaultyChannel(Channel):
         along, back = self._passage.take((b"", frame), inbound=False)
         self._ready.extend(late for _, late in back)
         taken = [self._channel.send(passing) for _, passing in along]
+        self.sent_nbytes = self._channel.sent_nbytes
         return all(taken)  # a lost frame looks sent: whoever sent it cannot know
 
     def recv(self, timeout_s: float) -> bytes | None:
@@ -94,7 +95,11 @@ class FaultyChannel(Channel):
             self._ready.extend(passing for _, passing in along)
             for _, late in back:
                 self._channel.send(late)
+        self.sent_nbytes, self.received_nbytes = self._channel.sent_nbytes, self._channel.received_nbytes
         return self._ready.popleft() if self._ready else None
+
+    def descriptor(self) -> int:
+        return self._channel.descriptor()
 
     def wake(self) -> None:
         self._channel.wake()

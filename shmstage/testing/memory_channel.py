@@ -7,6 +7,7 @@ side or advance a fake clock, and then looks once more. So a client and a server
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -103,11 +104,15 @@ class MemoryChannel(Channel):
         self._inbox: deque[bytes] = deque()
         self._idle = idle
         self._woken = False
+        self._signal = -1  # readable while the inbox holds something; made for whoever asks for it
+        self.sent_nbytes = self.received_nbytes = 0
         self._peer = server._join(self)
 
     def send(self, frame: bytes) -> bool:
         self._guard.check()
-        return self._server._take(self._peer, bytes(frame))
+        taken = self._server._take(self._peer, bytes(frame))
+        self.sent_nbytes += len(frame) if taken else 0
+        return taken
 
     def recv(self, timeout_s: float) -> bytes | None:
         self._guard.check()
@@ -118,7 +123,20 @@ class MemoryChannel(Channel):
                 wait_s = timeout_s if self._idle is None else 0.0
                 self._changed.wait_for(lambda: self._inbox or self._woken, wait_s)
                 self._woken = False
-            return self._inbox.popleft() if self._inbox else None
+            if not self._inbox:
+                return None
+            frame = self._inbox.popleft()
+            if not self._inbox and self._signal >= 0:
+                os.eventfd_read(self._signal)
+            self.received_nbytes += len(frame)
+            return frame
+
+    def descriptor(self) -> int:
+        self._guard.check()
+        with self._changed:
+            if self._signal < 0:
+                self._signal = os.eventfd(bool(self._inbox), os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            return self._signal
 
     def wake(self) -> None:
         self._guard.check()
@@ -129,11 +147,18 @@ class MemoryChannel(Channel):
     def close(self) -> None:
         if self._guard.close():
             self._server._leave(self._peer)
+            with self._changed:
+                self._inbox.clear()
+                if self._signal >= 0:
+                    os.close(self._signal)
+                    self._signal = -1
 
     def _deliver(self, frame: bytes) -> bool:
         with self._changed:
             if len(self._inbox) >= QUEUE_LIMIT:
                 return False
+            if not self._inbox and self._signal >= 0:
+                os.eventfd_write(self._signal, 1)
             self._inbox.append(bytes(frame))
             self._changed.notify_all()
             return True

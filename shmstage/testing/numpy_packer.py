@@ -47,26 +47,48 @@ def pack_with_numpy(
 
 
 def encode_routing(
-    arrays: Mapping[str, npt.NDArray[Any]], encoding: str, *, experts: int = 0, max_real_tokens: int = 0
+    arrays: Mapping[str, npt.NDArray[Any]],
+    encoding: str,
+    *,
+    experts: int = 0,
+    max_real_tokens: int = 0,
+    tiles: tuple[int, int] | None = None,
 ) -> dict[str, npt.NDArray[Any]]:
     """The arrays with `routed_experts` in another encoding, its fields in its place."""
     dense, real = arrays[DENSE], arrays[SEGMENT_IDS] > 0
+    if tiles is None:
+        encoded = _encoded(dense, real, encoding, experts, max_real_tokens)
+    else:
+        down, across = tiles
+        rows, tokens = dense.shape[0] // down, dense.shape[1] // across
+        cuts = [_cuts(row, rows, across, tokens) for row in range(down)]
+        each = [[_encoded(dense[at], real[at], encoding, experts, max_real_tokens) for at in row] for row in cuts]
+        encoded = {name: np.stack([np.stack([one[name] for one in row]) for row in each]) for name in each[0][0]}
+    found: dict[str, npt.NDArray[Any]] = {}
+    for name, array in arrays.items():
+        found.update(encoded if name == DENSE else {name: array})
+    return found
+
+
+def _cuts(row: int, rows: int, across: int, tokens: int) -> list[tuple[slice, slice]]:
+    """The tiles of one row of tiles."""
+    down = slice(row * rows, (row + 1) * rows)
+    return [(down, slice(column * tokens, (column + 1) * tokens)) for column in range(across)]
+
+
+def _encoded(
+    dense: npt.NDArray[np.int16], real: npt.NDArray[np.bool_], encoding: str, experts: int, max_real_tokens: int
+) -> dict[str, npt.NDArray[Any]]:
     rows, tokens, layers, top_k = dense.shape
     capacity = routing_capacity(rows, tokens, max_real_tokens)
     ragged = np.full((capacity, layers, top_k), -1, np.int16)
     ragged[: real.sum()] = dense[real]
     offsets = np.concatenate([[0], np.cumsum(real.sum(axis=1))]).astype(np.int32)
-    encoded: dict[str, npt.NDArray[Any]]
     if encoding == "ragged":
-        encoded = {RAGGED: ragged, OFFSETS: offsets}
-    else:
-        valid = ragged[:, :, 0] >= 0
-        validity = np.packbits(valid.reshape(-1, GROUP, layers), axis=1, bitorder="little")[:, 0]
-        encoded = {PACKED: _pack_ids(ragged, id_bits(experts)), VALIDITY: validity, OFFSETS: offsets}
-    found: dict[str, npt.NDArray[Any]] = {}
-    for name, array in arrays.items():
-        found.update(encoded if name == DENSE else {name: array})
-    return found
+        return {RAGGED: ragged, OFFSETS: offsets}
+    valid = ragged[:, :, 0] >= 0
+    validity = np.packbits(valid.reshape(-1, GROUP, layers), axis=1, bitorder="little")[:, 0]
+    return {PACKED: _pack_ids(ragged, id_bits(experts)), VALIDITY: validity, OFFSETS: offsets}
 
 
 def _pack_ids(ragged: npt.NDArray[np.int16], bits: int) -> npt.NDArray[np.uint8]:

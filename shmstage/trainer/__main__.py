@@ -1,14 +1,16 @@
-"""``python -m shmstage.trainer``: a child of the launcher. Its standard streams are logs only."""
+"""``python -m shmstage.trainer``: a child of the launcher, or of a host's agent. Its standard streams are logs only."""
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import final
 
 from shmstage.child import Lifeline, run_child
@@ -17,13 +19,17 @@ from shmstage.events import Events, open_events
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.sweep import sweep
 from shmstage.memory.usage import own_use
+from shmstage.records import write_json
 from shmstage.settings import Settings
 from shmstage.trainer.attachment import Attachment
+from shmstage.trainer.distributed import join, leave
 from shmstage.trainer.load import load_engine
 from shmstage.trainer.profile import ProfiledEngine
 from shmstage.trainer.timing_log import StepTimingLog
 from shmstage.trainer.worker import Worker
+from shmstage.transport.curve import ServerAuth
 from shmstage.transport.endpoints import endpoint_for
+from shmstage.transport.peers_file import HostFile, read_host_file
 from shmstage.transport.server import Pending, Server
 from shmstage.transport.zmq import ZmqServerChannel
 from shmstage.wire.handles import named_by
@@ -42,8 +48,13 @@ WORKER_PATIENCE = 0.9
 HOT = ("stage_fwd_bwd", "fwd_bwd_staged", "fwd_bwd")
 
 
-def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
-    """Answer commands until ``shutdown`` or a stop; everything made here is gone afterwards."""
+def serve(settings: Settings, lifeline: Lifeline, epoch: int, peers_file: Path | None) -> None:
+    """Answer commands until ``shutdown`` or a stop; everything made here is gone afterwards.
+
+    One of several hosts ends at once when it is told to stop: it may wait in a collective for a host that is gone.
+    """
+    host = _host(peers_file)
+    directory = _directory(settings, peers_file)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     for noisy in ("jax", "absl", "orbax"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -51,15 +62,21 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
         identity = ProcessIdentity.create(settings.run, "trainer")
         stack.callback(identity.close)
         sweep(settings.run)
+        if host is not None:
+            lifeline.exit_at_once()
+            join(host.coordinator, rank=host.rank, hosts=host.hosts, bind=host.bind, timeout_s=settings.start_timeout_s)
         engine = load_engine(settings.engine, settings.engine_settings, settings.out_dir / "checkpoints")
         if settings.profile_range is not None:
-            engine = ProfiledEngine(engine, settings.out_dir / "profile", *settings.profile_range)
+            engine = ProfiledEngine(engine, directory / "profile", *settings.profile_range)
         if lifeline.stop_requested():
             return  # the launcher has gone while this was being imported; another one may have come
-        server = Server(ZmqServerChannel.bind(endpoint_for(settings.run, "trainer")), incarnation=_new_incarnation())
+        channel = _bound(settings, host)
+        server = Server(channel, incarnation=_new_incarnation())
         stack.callback(server.close)
         server.start()
-        events = open_events(settings, "trainer", server.incarnation, own_use)
+        if host is not None:
+            write_json(Path(host.endpoint_file), {"endpoint": channel.endpoint, "pid": os.getpid()})
+        events = open_events(settings, "trainer", server.incarnation, own_use, directory)
         stack.callback(events.close)
         ending = _Ending(lifeline, settings.stop_grace_s)
         stack.callback(ending.close)
@@ -72,7 +89,7 @@ def serve(settings: Settings, lifeline: Lifeline, epoch: int) -> None:
             emit=emit,
             device_buffers=settings.device_buffers,
             verify=settings.verify,
-            calls_path=settings.out_dir / "trainer_calls.jsonl",
+            calls_path=directory / "trainer_calls.jsonl",
             identity=identity,
             incarnation=server.incarnation,
             timeout_s=WORKER_PATIENCE * settings.call_timeout_s,
@@ -108,6 +125,8 @@ class _Ending:
 
     def orchestrator_is(self, hello: Hello) -> None:
         self.close()
+        if not hello.lock_path:
+            return  # it is on another host, and cannot be watched from here
         try:
             self._orchestrator = PeerWatch(hello.lock_path, hello.pid, hello.start_ticks)
             self._noticed = False
@@ -168,5 +187,24 @@ def _new_incarnation() -> int:
     return secrets.randbelow(2**48) + 1
 
 
+@cache
+def _host(peers_file: Path | None) -> HostFile | None:
+    return None if peers_file is None else read_host_file(peers_file)
+
+
+def _directory(settings: Settings, peers_file: Path | None) -> Path:
+    """Where this trainer's records go: OUT, or a place of its own on one of several hosts."""
+    host = _host(peers_file)
+    return settings.out_dir if host is None else Path(host.directory)
+
+
+def _bound(settings: Settings, host: HostFile | None) -> ZmqServerChannel:
+    if host is None:
+        return ZmqServerChannel.bind(endpoint_for(settings.run, "trainer"))
+    return ZmqServerChannel.bind_tcp(host.bind, ServerAuth(host.keys, frozenset(host.allowed)))
+
+
 if __name__ == "__main__":
-    sys.exit(run_child("trainer", serve))
+    code = run_child("trainer", serve, _directory)
+    leave(code)
+    sys.exit(code)

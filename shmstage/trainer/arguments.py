@@ -7,6 +7,7 @@ from typing import Any, final
 
 from shmstage.errors import ProtocolError
 from shmstage.memory.handle import Handle
+from shmstage.memory.layout import Layout
 from shmstage.wire.handles import handle_from_wire
 
 #: plain arguments that ``trainer_calls.jsonl`` keeps besides the micro-batch's identity
@@ -23,6 +24,9 @@ class Arguments:
 
     def handle(self, name: str = "handle") -> Handle:
         return handle_from_wire(self._take(name))
+
+    def layout(self, name: str = "layout") -> Layout:
+        return Layout.from_wire(self._typed(name, list))
 
     def has(self, name: str) -> bool:
         return name in self._left
@@ -76,6 +80,9 @@ def for_the_record(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The received command as a line of ``trainer_calls.jsonl``; never raises, whatever arrived."""
     record: dict[str, Any] = {"command": command}
     try:
+        if command == "prepare":
+            record |= {"of": str(given["command"])[:40], "sequence": given["sequence"]}
+            given = given["arguments"]
         if "handle" in given:
             handle = handle_from_wire(given["handle"])
             record.update(step=handle.step, index=handle.index, request_id=handle.request_id)
@@ -84,6 +91,6 @@ def for_the_record(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
             step, _, index = name.partition("@")[0].partition(".")
             record.update(step=int(step), index=int(index), request_id=name)
         record.update({key: given[key] for key in RECORDED if key in given})
-    except (ProtocolError, ValueError, TypeError, AttributeError) as error:
+    except (ProtocolError, ValueError, LookupError, TypeError, AttributeError) as error:
         record["malformed"] = str(error)[:200]
     return record

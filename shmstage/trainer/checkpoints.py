@@ -153,4 +153,13 @@ def _checkpointer() -> Any:
         import orbax.checkpoint as orbax
     except ModuleNotFoundError as error:
         raise MissingExtraError("checkpoints need orbax-checkpoint; pip install 'shmstage[train]'") from error
-    return orbax.PyTreeCheckpointer
+    if jax.process_count() == 1:
+        return orbax.PyTreeCheckpointer
+    # this process reads and writes by itself; else orbax has the devices of all hosts wait for each other, on a thread
+    # that must not run programs, for an order of commands that hosts need not keep there
+    me = jax.process_index()
+    alone = orbax.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
+    )
+    handler = orbax.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return lambda: orbax.Checkpointer(handler, multiprocessing_options=alone)

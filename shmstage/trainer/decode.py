@@ -3,8 +3,8 @@
     OptaxEngine decodes by itself; an engine of your own does ``batch = with_dense_routing(batch)`` where it traces, and
     says so by ``decodes_routing = True``.
 
-The form is drawn in ``packing/routing.py``. Nothing here counts bits or bytes of the whole: with 4.2 million tokens of
-600 ids each such an index would not fit int32.
+The form is drawn in ``packing/routing.py``, whole or in tiles, which are told apart by their rank. Nothing here counts
+bits or bytes of the whole: with 4.2 million tokens of 600 ids each such an index would not fit int32.
 """
 
 from __future__ import annotations
@@ -40,8 +40,16 @@ def with_dense_routing(
 
 def dense_routing(batch: Mapping[str, jax.Array]) -> jax.Array:
     """int16 ``[rows, tokens, layers, top_k]`` of a batch that ``is_encoded``."""
-    ragged = batch[RAGGED] if RAGGED in batch else unpack(batch[PACKED], batch[VALIDITY])
-    return _spread(ragged, batch[OFFSETS], batch[SEGMENT_IDS] > 0)
+    real, offsets = batch[SEGMENT_IDS] > 0, batch[OFFSETS]
+    encoded = (batch[RAGGED],) if RAGGED in batch else (batch[PACKED], batch[VALIDITY])
+    if offsets.ndim == 1:
+        return _restored(offsets, real, *encoded)
+    rows, tokens = real.shape
+    down, across = offsets.shape[:2]
+    # every tile by itself, along axes of its own: where each lies on its own device, none needs another
+    tiled = real.reshape(down, rows // down, across, tokens // across).swapaxes(1, 2)
+    dense = jax.vmap(jax.vmap(_restored))(offsets, tiled, *encoded)
+    return dense.swapaxes(1, 2).reshape(rows, tokens, *dense.shape[4:])
 
 
 def in_place_of_encoded(batch: Mapping[str, jax.Array], dense: jax.Array) -> dict[str, jax.Array]:
@@ -68,6 +76,10 @@ def unpack(packed: jax.Array, validity: jax.Array) -> jax.Array:
         is_set = (validity >> token & 1).astype(bool)
         lanes.append(jnp.where(is_set[..., None], ids, -1).astype(jnp.int16))
     return jnp.stack(lanes, axis=1).reshape(groups * GROUP, layers, top_k)
+
+
+def _restored(offsets: jax.Array, real: jax.Array, *encoded: jax.Array) -> jax.Array:
+    return _spread(encoded[0] if len(encoded) == 1 else unpack(*encoded), offsets, real)
 
 
 def _spread(ragged: jax.Array, offsets: jax.Array, real: jax.Array) -> jax.Array:

@@ -52,6 +52,8 @@ class Watch(Protocol):
 
 #: issue the upload of host arrays, by field name; they are read until what it returns is ready
 Put = Callable[[Mapping[str, np.ndarray[Any, Any]], Shardings], dict[str, jax.Array]]
+#: the same for arrays that are this host's part of what a trainer that spans hosts computes on
+Spread = Callable[[Mapping[str, np.ndarray[Any, Any]]], dict[str, jax.Array]]
 
 
 @dataclass(slots=True)
@@ -136,20 +138,24 @@ class DeviceBuffers:
         on_ready: Callable[[int, str], None] = lambda ready_ns, error: None,
         *,
         keep_lease: bool = False,
+        spread: Spread | None = None,
     ) -> StagedBatch:
         """Issue the upload of a leased slot and end the lease when its copy is proven over.
 
         Waits for a retired place first. ``on_ready(ready_ns, error)`` runs on the watcher's thread when the staged
-        arrays are ready. ``keep_lease``: the caller ends it. Raises ``StaleHandleError`` if the slot moved on while it
-        was read, ``WaitTimeoutError`` naming who holds the places; nothing is staged then.
+        arrays are ready. ``keep_lease``: the caller ends it. ``spread`` uploads in the place of ``put``. Raises
+        ``StaleHandleError`` if the slot moved on while it was read, ``WaitTimeoutError`` naming who holds the places;
+        nothing is staged then.
         """
         number, buffer = self._retired_buffer()
         lease.check()
         buffer.use += 1
         if aliasing.aliases_host_memory(shardings):
-            arrays, report = self._through_host_buffer(number, buffer, lease, shardings, keep_lease), on_ready
+            put = spread or (lambda views: _put(views, shardings))
+            arrays, report = self._through_host_buffer(number, buffer, lease, put, keep_lease), on_ready
         else:
-            arrays, report = self._from_slot(lease, shardings, keep_lease, on_ready)
+            put = spread or (lambda views: self._put(views, shardings))
+            arrays, report = self._from_slot(lease, put, keep_lease, on_ready)
             buffer.dropped = True
         buffer.holder, buffer.settled = lease.handle.request_id, False
         buffer.dispatched, buffer.computing = 0, {0}
@@ -201,7 +207,7 @@ class DeviceBuffers:
     # --- two ways to the device -----------------------------------------------------------------------------
 
     def _through_host_buffer(
-        self, number: int, buffer: _Buffer, lease: Readable, shardings: Shardings, keep_lease: bool
+        self, number: int, buffer: _Buffer, lease: Readable, put: Spread, keep_lease: bool
     ) -> dict[str, jax.Array]:
         sources = _fields(lease)
         placement = self._placement(lease.handle.layout_id, sources)
@@ -224,14 +230,14 @@ class DeviceBuffers:
         lease.check()  # the slot held this generation from the first byte to the last
         if not keep_lease:
             lease.end()
-        return _put(views, shardings)
+        return put(views)
 
     def _from_slot(
-        self, lease: Readable, shardings: Shardings, keep_lease: bool, on_ready: Callable[[int, str], None]
+        self, lease: Readable, put: Spread, keep_lease: bool, on_ready: Callable[[int, str], None]
     ) -> tuple[dict[str, jax.Array], Callable[[int, str], None]]:
         views = _fields(lease)
         self._placement(lease.handle.layout_id, views)
-        arrays = self._put(views, shardings)
+        arrays = put(views)
 
         def report(ready_ns: int, error: str) -> None:
             for act in (lease.check,) if keep_lease else (lease.check, lease.end):

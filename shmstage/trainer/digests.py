@@ -12,13 +12,18 @@ from shmstage.memory.layout import dtype_name
 from shmstage.packing.routing import is_encoded
 from shmstage.trainer.decode import dense_routing, in_place_of_encoded
 from shmstage.trainer.engine import Batch, TrainEngine
-from shmstage.trainer.host_copy import HostArray, as_bytes, host_copy
+from shmstage.trainer.host_copy import HostArray, as_bytes, host_copy, part_here
 
 _dense_routing = jax.jit(dense_routing)
 
 
 def decoded_digest(batch: Batch) -> str:
-    """``payload_digest`` of a micro-batch with its routing as the loss sees it: the same for every encoding."""
+    """``payload_digest`` of a micro-batch with its routing as the loss sees it: the same for every encoding.
+
+    Of one that spans hosts: of this host's part, as it was uploaded. To decode it is work for the devices of all.
+    """
+    if not all(array.is_fully_addressable for array in batch.values()):
+        return payload_digest({name: host_copy(array, part_here(array)) for name, array in batch.items()})
     if is_encoded(batch):
         batch = in_place_of_encoded(batch, _dense_routing(batch))
     return payload_digest({name: np.asarray(array) for name, array in batch.items()})

@@ -78,6 +78,15 @@ class TrainEngine(Protocol):
         """References to the parameters as the last update left them, by path, in tree order."""
 
 
+#: methods of ``OptionalMethods`` that settings depend on; ``info`` says which the engine has
+OPTIONAL = ("decodes_routing", "eval_step", "per_token_logps", "settle")
+
+
+def optional_of(engine: TrainEngine) -> list[str]:
+    """Those of ``OPTIONAL`` that an engine has."""
+    return [name for name in OPTIONAL if getattr(engine, name, None)]
+
+
 def restored(engine: TrainEngine, at_most: int | None) -> Mapping[str, object] | None:
     """``engine.restore``, bounded if the engine can: one that cannot takes its newest checkpoint."""
     bounded = at_most is not None and "at_most" in inspect.signature(engine.restore).parameters

@@ -26,10 +26,10 @@ from shmstage.memory.handle import Handle
 COMMANDS = frozenset({
     "info", "compile", "fwd_bwd", "stage_fwd_bwd", "fwd_bwd_staged", "patch_staged", "apply_deferred_update", "update",
     "get_metrics", "get_step_timing", "eval_step", "per_token_logps", "save_checkpoint", "restore_checkpoint",
-    "prepare_weight_sync", "release_weight_sync", "shutdown",
+    "prepare_weight_sync", "ranges", "release_weight_sync", "shutdown",
 })  # fmt: skip
 
-WHEN_CLOSED = frozenset({"info", "compile", "restore_checkpoint", "shutdown"})
+WHEN_CLOSED = frozenset({"info", "compile", "ranges", "restore_checkpoint", "shutdown"})
 WHEN_FAILED = frozenset({"restore_checkpoint", "shutdown"})
 #: need the step closed: while an update is held back the state they would see is neither before nor after it
 NOT_WHEN_DEFERRED = frozenset({

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from shmstage.errors import EngineError
 from shmstage.memory.layout import numpy_dtype
 
 
@@ -50,6 +53,28 @@ def constrained(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     """The same array, lying as ``sharding`` says; inside a program."""
     placed: jax.Array = jax.lax.with_sharding_constraint(array, sharding)  # type: ignore[no-untyped-call]
     return placed
+
+
+def run_copy(array: jax.Array, target: jax.sharding.Sharding) -> jax.Array:
+    """A copy by a program, which every process has to run that has devices of the array."""
+    copied: jax.Array = jax.jit(jnp.copy, out_shardings=target)(array)
+    return copied
+
+
+def leave_signals_alone() -> None:
+    """Before joining: JAX's watch for preemption would take SIGTERM for itself."""
+    with suppress(AttributeError):  # a version without it
+        jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call]
+
+
+def coordinator_store() -> Any:
+    """The key-value store that processes of ``jax.distributed`` share; JAX names it in no public module."""
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is None:
+        raise EngineError("this process has not joined others with jax.distributed")
+    return client
 
 
 def start_profile(directory: Path) -> None:

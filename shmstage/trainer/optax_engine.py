@@ -23,17 +23,21 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shmstage.errors import CheckpointError, EngineError
 from shmstage.memory.layout import Layout
-from shmstage.packing.routing import DENSE, NAMES
+from shmstage.packing.fields import OLD_LOGPS
+from shmstage.packing.routing import DENSE, OFFSETS, PACKED, RAGGED, VALIDITY
 from shmstage.trainer.checkpoints import CheckpointStore, OrbaxStore
 from shmstage.trainer.decode import decoding
-from shmstage.trainer.engine import EVALUATE, SCORE, TRAIN, Batch
+from shmstage.trainer.distributed import check_replicated, copied_over_hosts, said_by_first, spans_processes
+from shmstage.trainer.engine import EVALUATE, SCORE, TRAIN, Batch, Snapshot
 from shmstage.trainer.host_copy import host_copy
 from shmstage.trainer.jax_seam import partition_spec, wait_ready
 from shmstage.trainer.optax_programs import LossFn, PyTree, metric_names, programs_of, programs_on_mesh
+from shmstage.trainer.ranges import LEADING
 from shmstage.trainer.replays import Replays
 
 LogpsFn = Callable[[PyTree, Batch], jax.Array]
-_ENCODED = frozenset(name for encoding, names in NAMES.items() if encoding != "dense" for name in names)
+#: axes of the encoded fields of routing, where they are not cut into tiles
+RANKS = {PACKED: 4, VALIDITY: 2, RAGGED: 3, OFFSETS: 1}
 
 
 @final
@@ -46,6 +50,7 @@ class OptaxEngine:
 
     With a ``mesh`` parameters are replicated over it unless they already lie on it, and ``batch_spec`` (one
     ``PartitionSpec`` for all fields, or one per field name; longer than a field's rank it is cut) places micro-batches.
+    Over a mesh that spans processes parameters and optimizer state are replicated, and process 0 writes checkpoints.
     ``checkpoint_dir`` keeps checkpoints through orbax, ``store`` in any other way.
     ``logps_fn(params, batch) -> f32[rows, tokens]`` makes ``per_token_logps`` work: role ``"actor"`` uses the current
     parameters, ``"reference"`` the ones the engine started with (kept only if ``logps_fn`` is given).
@@ -73,6 +78,7 @@ class OptaxEngine:
         replay_loss_fn: LossFn | None = None,
     ) -> None:
         self._mesh = mesh
+        self._spans_hosts = mesh is not None and spans_processes(mesh)
         self._batch_spec = batch_spec
         loss_fn = self._loss_fn = self._decoding(loss_fn)
         if replay_loss_fn is not None:
@@ -91,7 +97,9 @@ class OptaxEngine:
         self._metrics: dict[str, jax.Array] = {}
         self._optimizer = optimizer
         self._compiled_for_mesh = False
-        self._logps = jax.jit(self._decoding(logps_fn)) if logps_fn is not None else None
+        self._logps = self._scoring(logps_fn) if logps_fn is not None else None
+        if self._spans_hosts:
+            check_replicated((self._params, self._opt_state))
         wait_ready((self._params, self._opt_state, self._reference))
 
     # --- placement ------------------------------------------------------------------------------------------
@@ -108,9 +116,18 @@ class OptaxEngine:
         at = NamedSharding(self._mesh, self._spec(DENSE, 4)) if self._mesh is not None else None
         return decoding(function, at)
 
+    def _scoring(self, logps_fn: LogpsFn) -> Any:
+        function = self._decoding(logps_fn)
+        if self._mesh is None or not self._spans_hosts:
+            return jax.jit(function)
+        # where the late fields lie: each host writes the scores of its own rows and tokens
+        return jax.jit(function, out_shardings=NamedSharding(self._mesh, self._spec(OLD_LOGPS, 2)))
+
     def _spec(self, name: str, rank: int) -> PartitionSpec:
-        if name in _ENCODED:  # their first axis is no row: any device may need any token
-            return partition_spec()
+        if name in RANKS:
+            if rank != RANKS[name] + 2:  # the first axis is no row: any device may need any token
+                return partition_spec()
+            name, rank = LEADING, 2  # tiles: two axes more, cut like rows and tokens
         spec = self._batch_spec.get(name) if isinstance(self._batch_spec, Mapping) else self._batch_spec
         return partition_spec(*tuple(spec or ())[:rank])
 
@@ -122,6 +139,8 @@ class OptaxEngine:
             target = sharding
         else:
             target = NamedSharding(self._mesh, partition_spec())
+        if self._spans_hosts:
+            return copied_over_hosts(leaf, target)
         # a copy first: on CPU device_put of an aligned numpy array would alias the caller's memory, and on a mesh a
         # large one must not go through the default device
         on_mesh = self._mesh is not None and not isinstance(leaf, jax.Array)
@@ -130,6 +149,8 @@ class OptaxEngine:
         return owned
 
     def _place(self, loaded: np.ndarray[Any, Any], like: jax.Array) -> jax.Array:
+        if self._spans_hosts:
+            return copied_over_hosts(loaded, like.sharding)
         source = loaded if self._mesh is not None else jnp.array(loaded, copy=True)
         placed: jax.Array = jax.device_put(source, like.sharding)
         return placed
@@ -235,30 +256,41 @@ class OptaxEngine:
         leaves, _ = jax.tree_util.tree_flatten_with_path(self._params)
         return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
-    def save(self, step: int, metadata: Mapping[str, object]) -> OptaxSnapshot:
+    def save(self, step: int, metadata: Mapping[str, object]) -> Snapshot:
         if self._store is None:
             raise CheckpointError(f"checkpoint {step}: the engine was made without checkpoint_dir")
+        if self._spans_hosts and jax.process_index():
+            return _WrittenElsewhere(step)
         return OptaxSnapshot(self._store, step, (self._params, self._opt_state), metadata)
 
     def restore(self, at_most: int | None = None) -> dict[str, object] | None:
         self._sums, self._metrics = None, {}
         if self._replays is not None:
             self._replays.clear()
-        steps = self._store.steps() if self._store is not None else []
-        if self._store is None or not steps:
+        step = self._newest(at_most)
+        if self._store is None or step is None:
             return None
-        steps = [step for step in steps if at_most is None or step <= at_most]
-        if not steps:
-            raise CheckpointError(f"no checkpoint of step {at_most} or before is left; start anew with another --out")
         state = (self._params, self._opt_state)
         template = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
-        loaded, metadata = self._store.load(steps[-1], template)
+        loaded, metadata = self._store.load(step, template)
         placed = jax.tree.map(self._place, loaded, state)
         wait_ready(placed)
         self._params, self._opt_state = placed
         # their steps are trained again, perhaps with other settings: no later restore may take them
-        getattr(self._store, "discard_above", lambda step: None)(steps[-1])
+        if not (self._spans_hosts and jax.process_index()):
+            getattr(self._store, "discard_above", lambda step: None)(step)
         return metadata
+
+    def _newest(self, at_most: int | None) -> int | None:
+        """The step to restore, the same on every host: the first one's, which alone writes checkpoints."""
+        steps = self._store.steps() if self._store is not None else []
+        within = [step for step in steps if at_most is None or step <= at_most]
+        newest = within[-1] if within else -1 if steps else None
+        if self._spans_hosts:
+            newest = said_by_first("restore", newest)
+        if newest == -1:
+            raise CheckpointError(f"no checkpoint of step {at_most} or before is left; start anew with another --out")
+        return newest
 
 
 @final
@@ -278,6 +310,20 @@ class OptaxSnapshot:
         path = self._store.save(self._step, self._state, self._metadata)
         self._state = None
         return {"step": self._step, "path": path}
+
+
+@final
+class _WrittenElsewhere:
+    """The snapshot of a host that keeps nothing: all hosts have the same state, and the first one writes it."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def copy_to_host(self) -> None:
+        """Nothing to copy."""
+
+    def write(self) -> dict[str, object]:
+        return {"step": self._step, "path": ""}
 
 
 def _zeros_like(param: jax.Array) -> jax.Array:

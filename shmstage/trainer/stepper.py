@@ -182,14 +182,14 @@ class Stepper:
         self, handle: Handle, lease: Lease | None = None, *, keep_lease: bool = False
     ) -> tuple[StagedBatch, float]:
         lease = lease or self.attachment.lease(handle)
-        shardings = self.attachment.shardings(handle.layout_id)
+        to = self.attachment.placement(handle.layout_id)
         self._buffers.wait_retired()  # before the stamp: waiting for a place is not uploading
         begin_ns = self._clock_ns()
-        nbytes = self.attachment.layout(handle.layout_id).payload_nbytes
+        nbytes = to.local.payload_nbytes
         report = self._completions.upload_reporter(handle, "staged", begin_ns, nbytes)
         try:
             with self._annotate("stage", handle.step, handle.request_id):
-                batch = self._buffers.upload(lease, shardings, report, keep_lease=keep_lease)
+                batch = self._buffers.upload(lease, to.shardings, report, keep_lease=keep_lease, spread=to.spread)
         except BaseException:
             self._completions.health.upload_over(handle.step, "")
             raise

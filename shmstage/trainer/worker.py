@@ -22,20 +22,19 @@ from shmstage.trainer.aliasing import nudge
 from shmstage.trainer.arguments import Arguments, for_the_record
 from shmstage.trainer.attachment import Attachment
 from shmstage.trainer.completions import Completions
+from shmstage.trainer.description import describe
 from shmstage.trainer.device_buffers import DeviceBuffers
 from shmstage.trainer.digests import param_digest
-from shmstage.trainer.engine import EVALUATE, SCORE, TRAIN, TrainEngine, compile_for, restored
+from shmstage.trainer.engine import TrainEngine, compile_for, restored
 from shmstage.trainer.gate import COMMANDS, Gate
-from shmstage.trainer.jax_seam import local_devices
+from shmstage.trainer.preparation import NO_IDENTITY, Preparation, compile_uses
+from shmstage.trainer.ranges import ranges_of
 from shmstage.trainer.scoring import Scorer, as_numbers
 from shmstage.trainer.snapshots import Snapshots
 from shmstage.trainer.stepper import Stepper
 from shmstage.trainer.timing import StepTiming
 from shmstage.trainer.weights import WeightsPool
 from shmstage.wire.messages import Hello, TicketEvent, TokenEvent
-
-#: methods of ``OptionalMethods`` that settings depend on; ``info`` says which the engine has
-OPTIONAL = ("decodes_routing", "eval_step", "per_token_logps", "settle")
 
 Result = dict[str, Any]
 T = TypeVar("T")
@@ -96,8 +95,12 @@ class Worker:
         )  # fmt: skip
         self._scorer = Scorer(engine, self._gate, score_buffers, *parts, self._stepper, timeout_s, clock_ns)
         self._first_checkpoint_durable = False
-        names = sorted(COMMANDS)
-        self._commands: dict[str, Callable[[Arguments], Result]] = {name: getattr(self, f"_{name}") for name in names}
+        self._commands: dict[str, Callable[[Arguments], Result]] = {n: getattr(self, f"_{n}") for n in COMMANDS}
+        self._preparation = Preparation(
+            self._gate, self._stepper, self._scorer, read_news=self._read_news,
+            waits_for_snapshots=self._waits_for_snapshots, owns_weights=identity is not None,
+        )  # fmt: skip
+        self._commands |= self._preparation.commands
 
     # --- the two doors --------------------------------------------------------------------------------------
 
@@ -131,8 +134,10 @@ class Worker:
         run = self._commands.get(command)
         if run is None:
             raise ProtocolError(f"command {command[:40]!r} is not one of {', '.join(sorted(COMMANDS))}")
-        self._read_news()
-        self._gate.admit(command)
+        if not self._preparation.begins(command, arguments):
+            self._read_news()
+        if command in COMMANDS:
+            self._gate.admit(command)
         return self._guarded(command, lambda: run(Arguments(command, arguments)))
 
     def orchestrator_held(self) -> str:
@@ -159,15 +164,15 @@ class Worker:
         return {**self._describe(), **({"param_digest": param_digest(self._engine)} if wanted else {})}
 
     def _compile(self, given: Arguments) -> Result:
-        layout_id = given.count("layout_id")
-        uses = given.texts("uses") if given.has("uses") else [TRAIN]
-        given.finish()
-        if not set(uses) <= {TRAIN, EVALUATE, SCORE}:
-            raise ProtocolError(f"compile: uses = {uses}; want some of {TRAIN}, {EVALUATE}, {SCORE}")
-        example = self._stepper.attachment.example(layout_id)
+        example, uses = compile_uses(given, self._stepper)
         begin = time.monotonic()
         compile_for(self._engine, example, uses)
         return {"compile_s": time.monotonic() - begin}
+
+    def _ranges(self, given: Arguments) -> Result:
+        layout = given.layout()
+        given.finish()
+        return ranges_of(layout, self._engine.shardings(layout)).as_facts()
 
     def _fwd_bwd(self, given: Arguments) -> Result:
         handle, defer_update = given.handle(), given.flag("defer_update")
@@ -244,7 +249,7 @@ class Worker:
         self._gate.admit_snapshot("prepare_weight_sync", version)
         if self._weights is None:
             if self._identity is None:
-                raise EngineError("prepare_weight_sync: this worker was made without an identity to own a pool with")
+                raise EngineError(NO_IDENTITY)
             run_id = self._stepper.attachment.run_id
             self._weights = WeightsPool(run_id, self._incarnation, self._identity, numa=self._numa)
         pool, weights = self._weights, self._engine.weights()
@@ -298,24 +303,12 @@ class Worker:
         self._read_news()  # before they are emptied: parameters of a failed step have no digest
         self._quiesce()
         self.finished = True
-        failed = self._gate.state.phase == "failed"
-        return {"param_digest": "" if failed else param_digest(self._engine)}
+        return {"param_digest": "" if self._gate.state.phase == "failed" else param_digest(self._engine)}
 
     # --- shared by them -------------------------------------------------------------------------------------
 
     def _describe(self) -> Result:
-        state = self._gate.state
-        return {
-            **local_devices(),
-            "host_memory": self._stepper.host_memory,
-            "engine": type(self._engine).__name__,
-            "snapshots": not self._waits_for_snapshots,
-            "optional": [name for name in OPTIONAL if getattr(self._engine, name, None)],
-            "gate": state.phase,
-            "deferred": state.deferred_step,
-            "staged": state.staged,
-            "last_step": state.closed_step,
-        }
+        return describe(self._engine, self._gate.state, self._stepper.host_memory)
 
     def _ticket(
         self,
@@ -377,6 +370,7 @@ class Worker:
         self._quiesce()
         self._stepper.attach(None)
         self._gate.detached()
+        self._preparation.forget()
         if current is not None:
             nudge()  # JAX may still hold views that an upload read
             with suppress(PoolError):  # its memory goes with the last array over it; none of ours is left

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 
 from shmstage.errors import ForkedError, TransportError
@@ -15,6 +16,10 @@ from shmstage.errors import ForkedError, TransportError
 class Channel(ABC):
     """The end that connects. Used by one thread at a time, except for ``wake``."""
 
+    #: bytes of the frames that ``send`` took and ``recv`` gave; what the transport adds to each is not counted
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
+
     @abstractmethod
     def send(self, frame: bytes) -> bool:
         """Hands the frame on without waiting; False if the queue is full or the server is gone."""
@@ -22,6 +27,15 @@ class Channel(ABC):
     @abstractmethod
     def recv(self, timeout_s: float) -> bytes | None:
         """The next frame, or None after ``timeout_s`` seconds or a ``wake``."""
+
+    @abstractmethod
+    def descriptor(self) -> int:
+        """What to poll in order to wait for several channels at once; the channel keeps and closes it.
+
+        Once ``recv(0.0)`` has returned None and as long as nothing is sent, it becomes readable when there may be
+        a frame to receive or an error to raise: then, and after every ``send``, receive until None again. It says
+        nothing of ``wake``.
+        """
 
     @abstractmethod
     def wake(self) -> None:
@@ -84,3 +98,19 @@ class Guard:
         first = not self._closed and os.getpid() == self._pid
         self._closed = True
         return first
+
+
+class OneAtATime:
+    """Refuses a second thread at once: a lock that is never waited for."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise TransportError("a client was used from two threads at once; give each its own")
+
+    def __exit__(self, *raised: object) -> None:
+        self._lock.release()

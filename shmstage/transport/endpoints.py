@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from shmstage.errors import TransportError
+from shmstage.errors import TransportError, shown
 
 PATH_LIMIT_NBYTES = 107
 """What ``sockaddr_un`` holds besides its final zero byte."""
 
+_TCP = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]{2,45})\]|([0-9.]{7,15})):([1-9][0-9]{0,4})", re.ASCII)
 _FALLBACK_BASE = Path("/tmp")
 # "/shmstage-<uid>/<8 of role>-<16 of hash>": what comes after the base directory, at its longest.
 _TAIL_NBYTES = len("/shmstage-4294967295/12345678-0123456789abcdef.lock")
@@ -62,3 +65,25 @@ def socket_path(endpoint: str) -> Path:
             f"socket path {name!r} has {nbytes} bytes; the limit is {PATH_LIMIT_NBYTES}; use endpoint_for()"
         )
     return Path(name)
+
+
+def tcp_base(address: str) -> str:
+    """``tcp://`` and one numeric address, without a port. Raises ``TransportError`` for a name or no single host."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        parsed = None
+    if parsed is None or parsed.is_unspecified or parsed.is_multicast or "%" in address:
+        raise TransportError(
+            f"{shown(address)} is no address of one host; give a numeric one, as 10.0.0.1, that its peers can reach"
+        )
+    return f"tcp://[{parsed}]" if parsed.version == 6 else f"tcp://{parsed}"
+
+
+def check_tcp_endpoint(endpoint: str) -> str:
+    """The endpoint as it is. Raises ``TransportError`` unless it is ``tcp://``, one numeric address and a port."""
+    found = _TCP.fullmatch(endpoint)
+    if found is None or int(found[3]) > 65535:
+        raise TransportError(f"endpoint {shown(endpoint)} is refused; a host's is tcp://ADDRESS:PORT, in numbers")
+    tcp_base(found[1] or found[2])
+    return endpoint

@@ -74,8 +74,8 @@ MUTANTS = (
     Mutant(
         "the lease ends when an upload is issued, not when it is over",
         BUFFERS,
-        "        arrays = self._put(views, shardings)\n\n        def report",
-        "        arrays = self._put(views, shardings)\n        lease.end()\n\n        def report",
+        "        arrays = put(views)\n\n        def report",
+        "        arrays = put(views)\n        lease.end()\n\n        def report",
         (f"{TESTS}::test_where_uploads_read_the_slot_the_lease_ends_on_readiness",),
     ),
     Mutant(

@@ -87,8 +87,8 @@ MUTANTS = (
     Mutant(
         "late fields are patched one by one",
         SCORING,
-        "            arrays = jax.device_put(copies, {name: shardings[name] for name in copies})\n",
-        "            arrays = {name: jax.device_put(copies[name], shardings[name]) for name in copies}\n",
+        "                arrays = jax.device_put(copies, {name: to.shardings[name] for name in copies})\n",
+        "                arrays = {name: jax.device_put(copies[name], to.shardings[name]) for name in copies}\n",
         (f"{ONE_CALL}::test_late_fields_are_patched_in_one_call",),
     ),
 )

@@ -34,6 +34,7 @@ class Rig:
         engine: Any,
         *,
         layout: Layout | None = None,
+        whole: Layout | None = None,
         slots: int = 4,
         payload_shift: int = 0,
         aux_slots: int = 0,
@@ -44,6 +45,8 @@ class Rig:
     ) -> None:
         self.engine = engine
         self.layout = layout or toy_layout()
+        #: of whole micro-batches, where the slots hold a host's part of them
+        self.whole = whole
         self.identity = identity
         self._slots = slots
         self._aux_slots = aux_slots
@@ -75,7 +78,8 @@ class Rig:
     def hello(self, withdrawn: list[list[int]] | None = None) -> Hello:
         layouts = [self.layout.to_wire()]
         me = (self.identity.lock_path, self.identity.pid, self.identity.start_ticks)
-        return Hello(PROTOCOL_VERSION, RUN, self.epoch, self.pool.name, layouts, withdrawn or [], *me)
+        whole = [] if self.whole is None else [self.whole.to_wire()]
+        return Hello(PROTOCOL_VERSION, RUN, self.epoch, self.pool.name, layouts, withdrawn or [], *me, whole)
 
     def publish(
         self, step: int, index: int, *, final: bool = False, seed: int | None = None, aux: bool = False

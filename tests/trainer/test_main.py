@@ -179,5 +179,5 @@ def test_the_worker_gives_a_wait_up_before_its_client_does(tmp_path: Path, monke
     monkeypatch.setattr(main, "Worker", worker)
     never: Any = SimpleNamespace(stop_requested=lambda: False)
     with pytest.raises(MadeError):
-        main.serve(Settings(run=RUN, out=tmp_path, engine=TOY, call_timeout_s=10.0), never, 1)
+        main.serve(Settings(run=RUN, out=tmp_path, engine=TOY, call_timeout_s=10.0), never, 1, None)
     assert given["timeout_s"] == 9.0

@@ -61,6 +61,9 @@ class LossyChannel(Channel):
         frame = self._channel.recv(timeout_s)
         return None if frame is not None and self.loses_in(decode(frame)) else frame
 
+    def descriptor(self) -> int:
+        return self._channel.descriptor()
+
     def wake(self) -> None:
         self._channel.wake()
 
