@@ -61,6 +61,45 @@ def settings_of(run: str, out: Path, payload_nbytes: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def share(where: Places, args: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """A launch from the head: its bytes there over the bytes that landed at the hosts."""
+    given = settings_of(f"bench-{os.getpid()}-launch", out, args.payload)
+    source = given.pop("source_settings")
+    tables = {"source": source, "engine": {"tokens": given["tokens"]}}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in given.items()]
+    lines += [
+        "engine = \"multihost_engine:make_engine\"", "boundary = \"staged_before_update\"", f"steps = {args.steps}",
+        "latch = false", "start_timeout_s = 300.0",
+    ]  # fmt: skip
+    for name, table in tables.items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    config = out.with_suffix(".toml")
+    config.write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "shmstage.cli", "launch", "--json", "--config", str(config)]
+    before = where.traffic()
+    done = where.run([*command, "--address", where.address, "--hosts", str(len(where.hosts))], DEADLINE_S)
+    after = where.traffic()
+    if done.returncode:
+        raise SystemExit(f"shmstage launch ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+    at_head = after - before if before is not None and after is not None else None
+    return figures_of_share(json.loads(done.stdout), at_head)
+
+
+def figures_of_share(summary: dict[str, Any], at_head_nbytes: int | None) -> dict[str, Any]:
+    landed = sum(summary["fetched_nbytes_per_host"])
+    told = summary["orchestrator_bytes_per_trajectory"] * summary["trajectories"]["trained"]
+    return {
+        "landed_nbytes": landed,
+        "landed_nbytes_per_host": summary["fetched_nbytes_per_host"],
+        "head_nbytes": at_head_nbytes,
+        "told_nbytes": told,
+        "told_nbytes_per_trajectory": summary["orchestrator_bytes_per_trajectory"],
+        "share": (told if at_head_nbytes is None else at_head_nbytes) / landed,
+        "counted": "by the orchestrator" if at_head_nbytes is None else "at the head's interface",
+        "leaked_pools": summary["leaked_pools"],
+    }
+
+
 def rate(where: Places, args: argparse.Namespace, out: Path) -> dict[str, Any]:
     stores = where.hosts if len(where.hosts) > 1 else [where.head]
     what = {
@@ -92,14 +131,31 @@ def measure(hosts: int, args: argparse.Namespace, work: Path) -> dict[str, Any]:
     each = args.payload // hosts
     # four micro-batches fetched ahead, and as much again that its store gave to others
     with places(hosts, store_nbytes=10 * each + 50 * MB, pool_nbytes=(SLOTS + 2) * each * 5 // 4) as where:
-        return {"kind": where.kind, "rate": rate(where, args, work / f"rate-{hosts}")}
+        figure: dict[str, Any] = {"kind": where.kind}
+        if "rate" in args.only:
+            figure["rate"] = rate(where, args, work / f"rate-{hosts}")
+        if "share" in args.only:
+            figure["share"] = share(where, args, work / f"share-{hosts}")
+        return figure
 
 
 def targets_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for hosts, figure in figures.items():
-        ratio = figure["rate"]["ratio"]["median"]
-        found.append(verdict(f"{hosts} hosts, landed / plain Ray fetch", ratio, WANTED_RATE, at_least=True))
+        if "share" in figure:
+            share_of_bytes = figure["share"]["share"]
+            found.append(verdict(f"{hosts} hosts, orchestrator's share of the bytes", share_of_bytes, ALLOWED_SHARE))
+        if "rate" in figure:
+            ratio = figure["rate"]["ratio"]["median"]
+            found.append(verdict(f"{hosts} hosts, landed / plain Ray fetch", ratio, WANTED_RATE, at_least=True))
+    return found
+
+
+def leftovers(figures: dict[str, Any]) -> list[str]:
+    found = []
+    for hosts, figure in figures.items():
+        found += [f"{hosts} hosts: {name}" for name in figure.get("rate", {}).get("left", ())]
+        found += [f"{hosts} hosts: {n} pools of the launch" for n in [figure.get("share", {}).get("leaked_pools")] if n]
     return found
 
 
@@ -109,6 +165,7 @@ def main() -> int:
     parser.add_argument("--payload", type=parse_size, default=64 * MB, help="bytes of a micro-batch, encoded")
     parser.add_argument("--rounds", type=int, default=5, help="of both arms (default 5)")
     parser.add_argument("--steps", type=int, default=4, help="of the launch (default 4)")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=["rate", "share"], help="rate,share")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     args = parser.parse_args()
     figures: dict[str, Any] = {}
@@ -123,7 +180,9 @@ def main() -> int:
         print(machine_line(result["machine"]))
         print_targets(result["targets"])
         print(f"written to {path}")
-    return 0
+    for text in leftovers(figures):
+        print(f"left in shared memory: {text}", file=sys.stderr)
+    return 1 if leftovers(figures) else 0
 
 
 if __name__ == "__main__":
