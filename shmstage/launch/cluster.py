@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,15 +32,10 @@ class Died:
     why: str
 
 
-def import_ray() -> Any:
-    """Ray itself. Raises ``MissingExtraError``."""
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "ray":
-            raise
-        raise MissingExtraError("shmstage launch needs Ray; pip install 'shmstage[ray]'") from None
-    return ray
+def need_ray() -> None:
+    """Raises ``MissingExtraError``. Imports nothing: Ray takes its switches from the environment when it is imported."""
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtraError("shmstage launch needs Ray; pip install 'shmstage[ray]'")
 
 
 @contextlib.contextmanager
@@ -49,17 +46,19 @@ def cluster(address: str | None, hosts: int | None) -> Iterator[Cluster]:
 
     Raises ``SettingsError`` if there is none.
     """
-    ray = import_ray()
+    need_ray()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_environment(QUIET))
+        if address is None and "ray" not in sys.modules:  # one that is imported has made up its mind
+            token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+            stack.enter_context(_environment(token))
+        import ray
+
         local = None
         if address is None:
-            token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-            stack.enter_context(_environment({**QUIET, **token}))
             local = _LocalNodes(hosts or 2)
             stack.callback(local.close)
             address = local.address
-        else:
-            stack.enter_context(_environment(QUIET))
         try:
             stack.callback(ray.shutdown)
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="shmstage")

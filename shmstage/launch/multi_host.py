@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, final
 
 from shmstage.errors import InputError, PeerLostError, SettingsError, ShmstageError, StoppedError, TrainerError
-from shmstage.launch.cluster import Cluster, cluster, import_ray
+from shmstage.launch.cluster import Cluster, cluster, need_ray
 from shmstage.launch.fleet import Fleet, GangBrokenError
 from shmstage.launch.gang import Again, Ended, Gang, Over, Verdict
 from shmstage.launch.host_environment import forwarded
@@ -53,7 +53,7 @@ def launch(
     2 of a local one. Raises what ``single_host.run`` raises, and ``MissingExtraError`` without Ray. Whatever was
     started is gone afterwards, and nothing is left in shared memory of a host that can be reached.
     """
-    import_ray()
+    need_ray()
     with contextlib.ExitStack() as stack:
         stack.enter_context(only_one(settings.run))
         metrics = stack.enter_context(serving(settings, say))

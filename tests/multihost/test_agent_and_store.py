@@ -321,15 +321,15 @@ class Hosts:
         part = part_of(plan, self.references, self.windows[rank])
         return {"plan": part.plan, "digests": part.digests}
 
-    def pack(self, plan: PlannedMicrobatch, rank: int, *, aux: bool = False, **changes: Any) -> dict[str, Any]:
+    def pack(self, planned: PlannedMicrobatch, rank: int, *, aux: bool = False, **changes: Any) -> dict[str, Any]:
         window = self.windows[rank]
         arguments = {
             "step": 1, "index": 0, "is_final": True, "aux": aux, "loss_tokens": 7,
             "layout_id": layout_of(window.rows, window.tokens).layout_id, "segments": 3,
-            "digest": microbatch_digest(plan, self.references), "timeout_s": 10.0, **self.part(plan, rank),
+            "digest": microbatch_digest(planned, self.references), "timeout_s": 10.0, **self.part(planned, rank), **changes,
         }  # fmt: skip
         client = self.auxes[rank] if aux else self.feeds[rank]
-        return client.call("pack", {**arguments, **changes}, timeout_s=20.0)
+        return client.call("pack", arguments, timeout_s=20.0)
 
     def arrays(self, rank: int, packed: dict[str, Any]) -> dict[str, npt.NDArray[Any]]:
         opened = self.agents[rank]._open
