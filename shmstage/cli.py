@@ -13,6 +13,7 @@ from collections.abc import Sequence
 #: command → (module with ``main(argv) -> exit code``, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("shmstage.launch.run_command", "train on this host (demo bundle if no input is named)"),
+    "launch": ("shmstage.launch.launch_command", "train on several hosts of a Ray cluster"),
     "compare": ("shmstage.testing.compare", "run all boundary modes and the reference loop, check that they are equal"),
     "bundle": ("shmstage.packing.bundle_cli", "import, record, show or verify frozen trajectories"),
     "budget": ("shmstage.operate.budget_command", "what a run would need, in bytes, and whether it fits"),

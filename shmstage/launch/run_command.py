@@ -87,7 +87,7 @@ def _main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     resolved = resolve_args(args)
     if args.print_config:
-        _print_config(resolved, as_json=args.json)
+        print_config(resolved, as_json=args.json)
         return 0
     summary = run_with_progress(completed(resolved.settings), as_json=args.json)
     if args.json:
@@ -109,7 +109,8 @@ def run_with_progress(settings: Settings, *, as_json: bool = False) -> dict[str,
     return summary
 
 
-def _print_config(resolved: Resolved, *, as_json: bool) -> None:
+def print_config(resolved: Resolved, *, as_json: bool) -> None:
+    """Every setting, its value and where that came from."""
     values = json.loads(resolved.settings.model_dump_json())
     if as_json:
         print(json.dumps({k: {"value": v, "origin": resolved.origins[k]} for k, v in values.items()}))

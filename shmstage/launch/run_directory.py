@@ -29,10 +29,15 @@ DEMO_ENGINE = "shmstage.demo.engine:make_engine"
 DEMO_SOURCE = "shmstage.demo.source:make_source"
 ROLES = ("orchestrator", "trainer")
 LAUNCHER = "launcher"
+#: below it a directory per host but the first, whose trainer writes into OUT itself
+HOSTS = "hosts"
+#: what Ray would print
+RAY_LOG = "ray.log"
 STALE_ON_FRESH_START = (
     "steps.jsonl", "trainer_calls.jsonl", *(f"{role}.log" for role in ROLES), "weights.json", "hooks.jsonl",
+    RAY_LOG,
 )  # fmt: skip
-STALE_DIRECTORIES = ("state", EVENTS, "profile")
+STALE_DIRECTORIES = ("state", EVENTS, "profile", HOSTS)
 FILES = (
     *STALE_ON_FRESH_START, "run.json", "summary.json", BEGUN, *(f"{role}.failure.json" for role in (LAUNCHER, *ROLES)),
 )  # fmt: skip

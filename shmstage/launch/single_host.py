@@ -52,7 +52,7 @@ def run(settings: Settings, progress: Progress, say: Callable[[str], None] = lam
     ``SettingsError``, ``BudgetError`` and the like for bad input, ``RunFailedError``, ``PeerLostError``,
     ``StoppedError``. No child and no pool outlives the call.
     """
-    with _only_one(settings.run), serving(settings, say) as metrics, claimed(settings) as out, _stop_signals() as stop:
+    with only_one(settings.run), serving(settings, say) as metrics, claimed(settings) as out, stop_signals() as stop:
         metrics.begin()
         check_before_start(settings)  # what an earlier start of the run left is gone by now
         began = time.monotonic()
@@ -85,7 +85,7 @@ def run(settings: Settings, progress: Progress, say: Callable[[str], None] = lam
         if failure is not None:
             write_failure(out, LAUNCHER, failure)  # for ``status``: what the children say may be a part of it only
             raise failure
-        return _complete_summary(out, settings, keeper, leaked, time.monotonic() - began)
+        return complete_summary(out, keeper.restarts, leaked, time.monotonic() - began)
 
 
 @final
@@ -151,7 +151,7 @@ class _Host:
 
 
 @contextmanager
-def _only_one(run_id: str) -> Iterator[None]:
+def only_one(run_id: str) -> Iterator[None]:
     """A run id names sockets and pools: two living runs of the same id would talk to each other's processes."""
     lock = EndpointLock(socket_path(endpoint_for(run_id, "launcher")))
     try:
@@ -160,7 +160,7 @@ def _only_one(run_id: str) -> Iterator[None]:
         lock.release()
 
 
-class _Stop:
+class Stop:
     """Set by a signal, looked at by the launcher's loop: nothing is interrupted in the middle, not even clean-up."""
 
     def __init__(self) -> None:
@@ -175,8 +175,8 @@ class _Stop:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[_Stop]:
-    stop = _Stop()
+def stop_signals() -> Iterator[Stop]:
+    stop = Stop()
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
@@ -194,15 +194,13 @@ def _wait_for_any(children: Mapping[str, ChildProcess]) -> None:
     threading.Event().wait(POLL_S)
 
 
-def failure_of(
-    out: Path, children: Mapping[str, ChildProcess], given_up: ShmstageError | None
-) -> ShmstageError | None:
+def failure_of(out: Path, children: Mapping[str, ChildProcess], given_up: ShmstageError | None) -> ShmstageError | None:
     """Why the run failed, told by whoever knows best: a child's own words beat what its exit code says."""
     pids = {role: child.pid for role, child in children.items()}
     told = {role: error for role in ROLES if (error := read_failure(out, role, pids.get(role))) is not None}
     for role in ROLES:
         if role in told and not isinstance(told[role], PeerLostError):
-            return _with_log(told[role], out, role)
+            return with_log(told[role], out, role)
     if given_up is not None:
         return given_up
     for role, child in children.items():
@@ -211,7 +209,7 @@ def failure_of(
     return None
 
 
-def _with_log(error: ShmstageError, out: Path, role: str) -> ShmstageError:
+def with_log(error: ShmstageError, out: Path, role: str) -> ShmstageError:
     """Add the log that says more, unless it is bad input (said in full) or a log is named already."""
     if isinstance(error, InputError) or ".log" in str(error):
         return error
@@ -220,9 +218,8 @@ def _with_log(error: ShmstageError, out: Path, role: str) -> ShmstageError:
     return type(error)(f"{error}; see {log}")
 
 
-def _complete_summary(
-    out: Path, settings: Settings, keeper: Keeper, leaked: list[str], wall_s: float
-) -> dict[str, Any]:
+def complete_summary(out: Path, restarts: Mapping[str, int], leaked: list[str], wall_s: float) -> dict[str, Any]:
+    """What the orchestrator wrote and what only the launcher knows. Raises ``RunFailedError`` if there is nothing."""
     path = out / "summary.json"
     try:
         summary = read_json(path)
@@ -231,6 +228,6 @@ def _complete_summary(
     except SettingsError as error:
         raise RunFailedError(f"{error}; see {out}/orchestrator.log") from None
     summary.update(leaked_pools=len(leaked), leaked=leaked, wall_s=round(wall_s, 3), out=str(out))
-    summary["restarts"] = keeper.restarts
+    summary["restarts"] = dict(restarts)
     write_json(path, summary)
     return summary

@@ -145,6 +145,11 @@ class PoolReader:
         self._check_handle(handle)
         return Lease(self, handle, self.layouts[handle.layout_id], on_end)
 
+    def check(self, handle: Handle) -> None:
+        """Raises what ``lease`` would raise now; leases nothing."""
+        self._check_usable()
+        self._check_handle(handle)
+
     def end_lease(self, slot: int, generation: int) -> None:
         """Tells the producer that this consumer will not read the slot's generation again; twice is harmless.
 

@@ -11,7 +11,8 @@ from shmstage.settings import Settings
 
 
 def serve(settings: Settings, lifeline: Lifeline, epoch: int, peers_file: Path | None) -> None:
-    write_summary(settings, train(settings, epoch=epoch, stop_requested=lifeline.stop_requested))
+    summary = train(settings, epoch=epoch, stop_requested=lifeline.stop_requested, peers_file=peers_file)
+    write_summary(settings, summary)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from shmstage.errors import TrajectoryError
+from shmstage.orchestrator.arrivals import DescribedGroup
 from shmstage.orchestrator.resume import Place
-from shmstage.packing.trajectory import Group
 
 Order = Literal["arrival", "prompt_batch"]
 #: how many groups a batch will have, if that is known
@@ -24,7 +24,7 @@ Expected = Callable[[int], int | None]
 class Admitted:
     """A group whose turn it is; ``place``: begin reading there to get it as the first one again."""
 
-    group: Group
+    group: DescribedGroup
     place: Place
 
 
@@ -54,7 +54,7 @@ Item = Admitted | BatchEnd | PassEnd
 @final
 @dataclass(frozen=True, slots=True)
 class _Held:
-    group: Group
+    group: DescribedGroup
     before: Place  # as it was when the group came; `skip` is not set
 
 
@@ -90,7 +90,7 @@ class BatchOrder:
         """Groups that came and whose turn it is not."""
         return len(self._ahead)
 
-    def put(self, group: Group) -> list[Item]:
+    def put(self, group: DescribedGroup) -> list[Item]:
         """The source gives ``group``; returns what has its turn now, in order."""
         batch = group.batch_index
         out = self.approach(batch)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 from shmstage.errors import PoolError, ShmstageError
 from shmstage.events import NO_EVENTS, Events
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.pool import Pool
-from shmstage.orchestrator.trainer_client import TrainerClient
+from shmstage.orchestrator.trainer_client import Calls, TrainerClient
 from shmstage.settings import Settings
 from shmstage.transport.client import Client
 from shmstage.transport.endpoints import endpoint_for
@@ -25,8 +25,15 @@ TRAINER = 0
 LONGEST_BACKOFF = 32
 
 
+class Watch(Protocol):
+    """Knows whether the other side lives."""
+
+    def dead(self) -> bool: ...
+    def close(self) -> None: ...
+
+
 @dataclass
-class _Interrupt:
+class Interrupt:
     """Ends a wait for the trainer when a stop is asked for; disarmed while the program stops in its own good order."""
 
     requested: Callable[[], bool]
@@ -38,11 +45,9 @@ class _Interrupt:
 
 @final
 class Connection:
-    """Made by ``connect``; ``client`` talks, ``watch`` knows whether the trainer lives."""
+    """Made by a site; ``client`` talks, ``watch`` knows whether the trainer lives."""
 
-    def __init__(
-        self, client: Client, watch: PeerWatch, interrupt: _Interrupt, timeout_s: float, events: Events
-    ) -> None:
+    def __init__(self, client: Calls, watch: Watch, interrupt: Interrupt, timeout_s: float, events: Events) -> None:
         self.client = TrainerClient(client, timeout_s=timeout_s, events=events)
         self.watch = watch
         self._client = client
@@ -92,7 +97,7 @@ def connect(
     timeout_s = settings.start_timeout_s
     if again:
         timeout_s += max(settings.call_timeout_s, LONGEST_BACKOFF * settings.restart_backoff_s)
-    interrupt = _Interrupt(stop_requested)
+    interrupt = Interrupt(stop_requested)
     client = Client(ZmqChannel.connect(endpoint_for(settings.run, "trainer")), stop=interrupt)
     try:
         layouts = [layout.to_wire() for layout in pool.layouts.values()] if pool is not None else []

@@ -7,14 +7,11 @@ from typing import Any, final
 
 from shmstage.errors import StoppedError
 from shmstage.memory.handle import Handle
-from shmstage.memory.identity import PeerWatch
-from shmstage.memory.layout import Layout
-from shmstage.memory.pool import Pool
+from shmstage.orchestrator.arrivals import Groups
 from shmstage.orchestrator.intake import Intake
-from shmstage.packing.fill import fill_microbatch, microbatch_digest
+from shmstage.orchestrator.packer import Packer
 from shmstage.packing.held_form import HeldForm
 from shmstage.packing.plan import PlanSettings
-from shmstage.packing.source import Source
 
 
 @final
@@ -23,41 +20,28 @@ class Evaluator:
 
     def __init__(
         self,
-        source: Source,
+        source: Groups,
         plan: PlanSettings,
-        pool: Pool,
-        layout: Layout,
+        packer: Packer,
         *,
-        slot_timeout_s: float,
-        peers: Sequence[PeerWatch],
         stop: Callable[[], bool] = lambda: False,
         form: HeldForm | None = None,
     ) -> None:
+        """``packer`` is one for aux slots."""
         self._source = source
         self._plan = plan
-        self._pool = pool
-        self._layout = layout
-        self._slot_timeout_s = slot_timeout_s
-        self._peers = tuple(peers)
+        self._packer = packer
         self._stop = stop
         self._form = form
 
     def handles(self, step: int) -> Iterator[Handle]:
         """Handles of published aux slots, one by one; the next is packed when a slot is free again."""
         for index, planned in enumerate(Intake(self._source, self._plan, passes=1, form=self._form)):
-            trajectories = {number: arrival.trajectory for number, arrival in planned.arrivals.items()}
             try:
-                slot = self._pool.acquire(
-                    self._layout, aux=True, timeout_s=self._slot_timeout_s, peers=self._peers, stop=self._stop
-                )
+                filled = self._packer.pack(planned, step=step, index=index, is_final=False, stop=self._stop)
             except StoppedError:
                 return  # a part of an evaluation is of no use, and there is a step to be saved
-            with slot:
-                filled = fill_microbatch(planned.plan, trajectories, slot.views)
-                yield slot.publish(
-                    digest=microbatch_digest(planned.plan, trajectories), rows=len(planned.plan.rows), step=step,
-                    index=index, loss_tokens=filled.loss_tokens, segments=filled.segments,
-                )  # fmt: skip
+            yield filled.handle
 
 
 def summed(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The feeder thread: takes planned micro-batches, packs each straight into a slot, publishes, tells the program."""
+"""The feeder thread: takes planned micro-batches, has each packed into a slot and published, tells the program."""
 
 from __future__ import annotations
 
@@ -6,25 +6,19 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
-
-import numpy.typing as npt
+from typing import final
 
 from shmstage.errors import PoolError
 from shmstage.events import NO_EVENTS, Events
 from shmstage.memory.handle import Handle
-from shmstage.memory.identity import PeerWatch
-from shmstage.memory.layout import Layout
-from shmstage.memory.pool import Pool
-from shmstage.orchestrator.intake import Intake, Planned
+from shmstage.orchestrator.intake import Intake, Planned, Upcoming
+from shmstage.orchestrator.packer import Packer
 from shmstage.orchestrator.queue import Cursor
 from shmstage.orchestrator.reader import SourceReader
 from shmstage.orchestrator.resume import ResumeState
-from shmstage.packing.fields import REF_LOGPS, SAMPLER_IS_WEIGHTS
-from shmstage.packing.fill import fill_microbatch, microbatch_digest
 
 
 @dataclass(frozen=True)
@@ -66,25 +60,19 @@ class Feeder:
     def __init__(
         self,
         intake: Intake,
-        pool: Pool,
-        layout: Layout,
+        packer: Packer,
         *,
         microbatches_per_step: int,
         first_step: int,
         last_step: int | None,
-        slot_timeout_s: float,
-        peers: Sequence[PeerWatch],
         deliver: Callable[[FeederEvent], None],
         events: Events = NO_EVENTS,
     ) -> None:
         self._intake = intake
-        self._pool = pool
-        self._layout = layout
+        self._packer = packer
         self._per_step = microbatches_per_step
         self._first_step = first_step
         self._last_step = last_step
-        self._slot_timeout_s = slot_timeout_s
-        self._peers = tuple(peers)
         self._deliver = deliver
         self._events = events
         self._allowed = (0, -1)
@@ -93,7 +81,7 @@ class Feeder:
         self._reader: SourceReader | None = None
         # of each step's last micro-batch: until the step has landed, and until it is durable
         self._handed_out: dict[int, Cursor] = {}
-        self._cursors: dict[int, int] = {}
+        self._states: dict[int, ResumeState] = {}
         self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
 
     def start(self) -> None:
@@ -127,9 +115,10 @@ class Feeder:
         if self._reader is not None:
             self._reader.queue.durable(step)
         with self._condition:
-            covered = {number: self._cursors.pop(number) for number in sorted(self._cursors) if number <= step}
+            covered = {number: self._states.pop(number) for number in sorted(self._states) if number <= step}
         if covered:
-            self._intake.release(covered[max(covered)])
+            state = covered[max(covered)]
+            self._intake.release(state.cursor, state.pass_number)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop and join; a wait for a slot ends within its polling interval, one for the source at once."""
@@ -159,6 +148,7 @@ class Feeder:
         for step, index, planned in self._numbered():
             come_ns = time.monotonic_ns()
             self._events.note("data_wait", begun_ns, come_ns, step=step, index=index)
+            self._tell_ahead(planned)
             if not self._wait_until_allowed(step, index):
                 return
             self._deliver(self._pack(step, index, planned, (come_ns - begun_ns) / 1e9))
@@ -180,30 +170,14 @@ class Feeder:
             return not self._stopped
 
     def _pack(self, step: int, index: int, planned: Planned, data_wait_s: float) -> PackedMicrobatch:
-        trajectories = {number: arrival.trajectory for number, arrival in planned.arrivals.items()}
-        before_ns = time.monotonic_ns()
-        slot = self._pool.acquire(
-            self._layout, timeout_s=self._slot_timeout_s, peers=self._peers, stop=lambda: self._stopped
-        )
-        acquired_ns = time.monotonic_ns()
-        with slot:
-            filled = fill_microbatch(planned.plan, trajectories, _packed_views(slot.views, planned))
-            filled_ns = time.monotonic_ns()
-            handle = slot.publish(
-                digest=microbatch_digest(planned.plan, trajectories),
-                rows=len(planned.plan.rows),
-                step=step,
-                index=index,
-                is_final=index == self._per_step - 1,
-                loss_tokens=filled.loss_tokens,
-                segments=filled.segments,
-            )
-        published_ns = time.monotonic_ns()
-        self._note_packed(step, planned, is_final=handle.is_final)
+        is_final = index == self._per_step - 1
+        filled = self._packer.pack(planned, step=step, index=index, is_final=is_final, stop=lambda: self._stopped)
+        handle = filled.handle
+        self._note_packed(step, planned, is_final=is_final)
         note = partial(self._events.note, step=step, index=index, request_id=handle.request_id, slot=handle.slot)
-        note("slot_acquired", before_ns, acquired_ns)
-        note("packed", acquired_ns, filled_ns, nbytes=self._layout.payload_nbytes, tokens=filled.real_tokens)
-        note("published", published_ns, generation=handle.generation, digest=handle.digest.hex())
+        note("slot_acquired", filled.begun_ns, filled.acquired_ns)
+        note("packed", filled.acquired_ns, filled.filled_ns, nbytes=filled.nbytes, tokens=filled.real_tokens)
+        note("published", filled.published_ns, generation=handle.generation, digest=handle.digest.hex())
         return PackedMicrobatch(
             handle=handle,
             # ids only: the arrays are let go here, they lie in the slot now
@@ -211,35 +185,31 @@ class Feeder:
             trajectory_passes=tuple(a.pass_number for a in planned.arrivals.values()),
             real_tokens=filled.real_tokens,
             rows_used=sum(1 for row in planned.plan.rows if row.segments),
-            data_wait_s=data_wait_s,
-            slot_wait_s=(acquired_ns - before_ns) / 1e9,
-            pack_s=(published_ns - acquired_ns) / 1e9,
-            packed_ns=published_ns,
+            data_wait_s=data_wait_s + filled.fetch_s,
+            slot_wait_s=filled.slot_wait_s,
+            pack_s=filled.pack_s,
+            packed_ns=filled.published_ns,
             state_after=planned.state_after,
         )
+
+    def _tell_ahead(self, planned: Planned) -> None:
+        """Whoever has to fetch trajectories begins with it while the micro-batch waits for its turn."""
+        count = self._packer.looks_ahead
+        if count:
+            this = Upcoming(planned.plan, {number: each.trajectory for number, each in planned.arrivals.items()})
+            self._packer.ahead([this, *self._intake.upcoming(count - 1)])
 
     def _gauge(self) -> None:
         if self._reader is not None:
             held_nbytes, queued = self._reader.queue.gauge()
             with contextlib.suppress(PoolError):  # a pool that is gone is somebody else's to tell
-                free_slots = self._pool.free_slot_count()
+                free_slots = self._packer.free_slot_count()
                 self._events.note("gauged", free_slots=free_slots, held_nbytes=held_nbytes, queued=queued)
 
     def _note_packed(self, step: int, planned: Planned, *, is_final: bool) -> None:
         with self._condition:
-            self._cursors[step] = planned.state_after.cursor
+            self._states[step] = planned.state_after
             self._handed_out[step] = planned.handed_out
         if self._reader is not None:
             self._reader.queue.packed(step, planned.nbytes, is_final=is_final)
 
-
-def _packed_views(views: dict[str, npt.NDArray[Any]], planned: Planned) -> dict[str, npt.NDArray[Any]]:
-    """The views that trajectories fill; late fields that none of them carries are zero until somebody writes them."""
-    first = next(iter(planned.arrivals.values()), None)
-    carried = first.trajectory.optional if first is not None else frozenset[str]()
-    absent = {SAMPLER_IS_WEIGHTS, *(() if "ref_logprobs" in carried else (REF_LOGPS,))} & views.keys()
-    if first is None:
-        absent -= {REF_LOGPS}  # padding alone: the views decide
-    for name in absent:
-        views[name].fill(0)
-    return {name: view for name, view in views.items() if name not in absent}

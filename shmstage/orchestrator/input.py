@@ -52,8 +52,8 @@ class Input:
             return chain(read, begun)
         return iter(self._source.groups(cursor))
 
-    def release(self, cursor: int) -> None:
-        """Groups before number ``cursor`` are covered by a durable checkpoint."""
+    def release(self, cursor: int, pass_number: int = 1) -> None:
+        """Groups before number ``cursor`` of that pass are covered by a durable checkpoint."""
         if self._journaled is not None:
             self._journaled.journal.release(cursor)
 
@@ -82,3 +82,15 @@ def load_input(settings: Settings) -> Input:
         return Input(BundleSource(settings.bundle, settings.routing_encoding, settings.experts), settings)
     source = make("source", settings.source, settings.source_settings, needs=("groups",))
     return Input(cast(Source, source), settings)
+
+
+def first_evaluated(evaluation: BundleSource | None) -> Trajectory | None:
+    """Stands for all of an evaluation bundle: they carry the same fields."""
+    return next(iter(evaluation.groups(0))).trajectories[0] if evaluation is not None else None
+
+
+def evaluation_source(settings: Settings) -> BundleSource | None:
+    """The evaluation bundle, if one is named. Raises ``BundleError``."""
+    if settings.eval_bundle is None:
+        return None
+    return BundleSource(settings.eval_bundle, settings.routing_encoding, settings.experts)

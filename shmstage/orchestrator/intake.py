@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import NoReturn, final
 
 from shmstage.errors import TrajectoryError
 from shmstage.events import NO_EVENTS, Events
+from shmstage.orchestrator.arrivals import DescribedGroup, Groups
 from shmstage.orchestrator.batch_order import Admitted, BatchEnd, Item, Order, PassEnd
 from shmstage.orchestrator.held import HeldBytes
 from shmstage.orchestrator.queue import Cursor
@@ -16,8 +19,7 @@ from shmstage.orchestrator.reader import SourceReader, read_passes
 from shmstage.orchestrator.resume import Place, ResumeState, ranges_between
 from shmstage.packing.held_form import HeldForm
 from shmstage.packing.plan import PlannedMicrobatch, Planner, PlanSettings
-from shmstage.packing.source import Source
-from shmstage.packing.trajectory import Group, Trajectory
+from shmstage.packing.reference import Described
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Arrival:
     """One trajectory as it came in: ``pass_number`` counts runs over the input from 1."""
 
     pass_number: int
-    trajectory: Trajectory
+    trajectory: Described
     nbytes: int
 
 
@@ -48,6 +50,14 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
+class Upcoming:
+    """A planned micro-batch whose turn has not come, and its trajectories by arrival number."""
+
+    plan: PlannedMicrobatch
+    trajectories: Mapping[int, Described]
+
+
+@dataclass(frozen=True, slots=True)
 class _Opened:
     """A group of which something may not be handed out yet, and its first trajectory's arrival number."""
 
@@ -63,13 +73,14 @@ class Intake:
 
     The plan depends on the order of the input alone. ``resume`` is a ``Planned.state_after`` of an earlier intake over
     the same source with the same settings: this one goes on behind that micro-batch, with the same arrival numbers.
-    ``form``: what trajectories are brought into as they are read; what is held, and counted as held, has it.
+    ``form``: what trajectories are brought into as they are read; what is held, and counted as held, has it. Without
+    one they stay as they come: what only stands for trajectories has none.
     Reads the source as it goes, or ahead of it after ``read_ahead``; what is handed out is the same.
     """
 
     def __init__(
         self,
-        source: Source,
+        source: Groups,
         settings: PlanSettings,
         *,
         passes: int | None,
@@ -84,7 +95,7 @@ class Intake:
         self._source = source
         self._passes = passes
         self._order: Order = order
-        self._form = form or HeldForm()
+        self._form = form
         self._begun_at = state
         self._done_begins = [begin for begin, _ in state.done]
         self._arrival = state.first_arrival
@@ -95,6 +106,8 @@ class Intake:
         self._opened: list[_Opened] = []
         # in order of arrival, as everything that goes in and out of it
         self._held: dict[int, Arrival] = {}
+        # of the windows that are closed
+        self._planned: deque[PlannedMicrobatch] = deque()
 
     def read_ahead(self, events: Events = NO_EVENTS) -> SourceReader:
         """Read the source on a thread from now on; it is the caller's to close."""
@@ -105,11 +118,18 @@ class Intake:
         self.reader.start()
         return self.reader
 
-    def release(self, cursor: int) -> None:
-        """Nobody will resume from before ``ResumeState.cursor`` = ``cursor`` any more."""
+    def release(self, cursor: int, pass_number: int = 1) -> None:
+        """Nobody will resume from before ``ResumeState.cursor`` = ``cursor`` of that pass any more."""
         release = getattr(self._source, "release", None)
         if release is not None:
-            release(cursor)
+            release(cursor, pass_number)
+
+    def upcoming(self, count: int) -> list[Upcoming]:
+        """What is handed out next, as far as it is planned already; ``count`` at most. For the thread that iterates."""
+        return [
+            Upcoming(plan, {number: self._held[number].trajectory for number in plan.arrivals})
+            for plan in islice(self._planned, count)
+        ]
 
     def __iter__(self) -> Iterator[Planned]:
         """Planned micro-batches; raises ``TrajectoryError`` if a whole pass holds nothing to train."""
@@ -141,7 +161,7 @@ class Intake:
         """Whether all that was planned before the resume has been read again."""
         return self._arrival >= self._begun_at.planned_through
 
-    def _add(self, group: Group, pass_number: int) -> int:
+    def _add(self, group: DescribedGroup, pass_number: int) -> int:
         """Take a group into the window; returns how many of its trajectories go there."""
         self._opened.append(self._next)
         kept = 0
@@ -166,7 +186,9 @@ class Intake:
             yield from self._taken(self.planner.close_window())
 
     def _taken(self, plans: list[PlannedMicrobatch]) -> Iterator[Planned]:
-        for plan in plans:
+        self._planned.extend(plans)
+        while self._planned:
+            plan = self._planned.popleft()
             arrivals = {number: self._held.pop(number) for number in plan.arrivals}
             oldest = self._oldest()
             yield Planned(plan, arrivals, self._state(oldest), oldest.batch)

@@ -7,7 +7,7 @@ writes ``sampler_is_weights``. ``completion_mask`` is late as well with recomput
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,19 @@ class Patch:
     digests: tuple[tuple[str, str], ...] = ()
 
 
+class LateFieldWriter(Protocol):
+    """Called by the program's thread, once before a micro-batch is scored and once after."""
+
+    def before_scoring(self, handle: Handle) -> None:
+        """Keep the sampler's log-probs, which the trainer is about to write over."""
+
+    def after_scoring(self, handle: Handle) -> Patch:
+        """Derive what is the producer's, write it where the micro-batch lies, and say what is to be patched."""
+
+
 @final
 class LateFields:
-    """Called by the program's thread, once before a micro-batch is scored and once after."""
+    """In the pool of this host."""
 
     def __init__(self, pool: Pool, *, sampler_is_cap: float) -> None:
         self._pool = pool

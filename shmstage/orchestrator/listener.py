@@ -9,7 +9,7 @@ from typing import Any, final
 from shmstage.errors import RunFailedError, ShmstageError, TokenFailedError
 from shmstage.orchestrator.feeder import EndOfInput, Feeder, FeederEvent, PackedMicrobatch
 from shmstage.orchestrator.hooks import Judging, Verdict
-from shmstage.orchestrator.late_fields import LateFields, Patch
+from shmstage.orchestrator.late_fields import LateFieldWriter, Patch
 from shmstage.orchestrator.ledger import Ledger
 from shmstage.orchestrator.patience import Patience
 from shmstage.orchestrator.saving import Saving
@@ -34,7 +34,7 @@ class Listener:
         saving: Saving,
         judging: Judging,
         patience: Patience,
-        late: LateFields | None,
+        late: LateFieldWriter | None,
         sync_lines: Callable[[], bool],
     ) -> None:
         self.packed: dict[Key, PackedMicrobatch] = {}

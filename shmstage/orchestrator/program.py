@@ -20,7 +20,7 @@ from shmstage.events import NO_EVENTS, Events
 from shmstage.orchestrator.evaluation import Evaluator
 from shmstage.orchestrator.feeder import Feeder
 from shmstage.orchestrator.hooks import Hooks, Judging
-from shmstage.orchestrator.late_fields import LateFields
+from shmstage.orchestrator.late_fields import LateFieldWriter
 from shmstage.orchestrator.ledger import Ledger
 from shmstage.orchestrator.listener import Listener
 from shmstage.orchestrator.patience import Patience
@@ -66,7 +66,7 @@ class Program:
         hooks: Hooks | None = None,
         hook_timeout_s: float = 3600.0,
         evaluator: Evaluator | None = None,
-        late: LateFields | None = None,
+        late: LateFieldWriter | None = None,
         events: Events = NO_EVENTS,
     ) -> None:
         self._schedule = BoundarySchedule(config)
@@ -356,7 +356,8 @@ class Program:
         state = self._schedule.state
         others = self._judging.going_on or self._schedule.waits_for_stage
         if (state.bookkeep or self._heard.tickets) and not others:
-            self._patience.check(f"step {state.bookkeep or state.step} to complete")
+            step = (*state.bookkeep, state.step)[0]
+            self._patience.check(f"step {step} to complete", self._trainer.missing)
 
     def _await_snapshots(self, what: str) -> None:
         deadline = time.monotonic() + self._call_timeout_s
@@ -365,6 +366,6 @@ class Program:
                 names = ", ".join(f"{kind} {key[0]}" for kind, key in self._heard.tickets.values())
                 raise WaitTimeoutError(
                     f"waited {self._call_timeout_s:g} s for {what}; the trainer still holds {names}; see its log, or "
-                    "raise call_timeout_s"
+                    f"raise call_timeout_s{self._trainer.missing()}"
                 )
             self._heard.take(POLL_S)

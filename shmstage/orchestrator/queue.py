@@ -9,17 +9,17 @@ from collections.abc import Callable
 from typing import final
 
 from shmstage.errors import WaitTimeoutError
+from shmstage.orchestrator.arrivals import DescribedGroup
 from shmstage.orchestrator.batch_order import Admitted, BatchEnd, BatchOrder, Expected, Item, Order, PassEnd
 from shmstage.orchestrator.held import HeldBytes
 from shmstage.orchestrator.resume import Place
-from shmstage.packing.trajectory import Group
 from shmstage.settings import MAX_WAIT_S
 
 #: (pass number, batch index): batches in the order in which they are trained
 Cursor = tuple[int, int]
 
 
-def group_nbytes(group: Group) -> int:
+def group_nbytes(group: DescribedGroup) -> int:
     return sum(trajectory.nbytes for trajectory in group.trajectories)
 
 
@@ -81,7 +81,7 @@ class BatchOrderedQueue:
 
     # --- the source's side ------------------------------------------------------------------------------------
 
-    def put(self, group: Group, *, timeout_s: float = MAX_WAIT_S) -> None:
+    def put(self, group: DescribedGroup, *, timeout_s: float = MAX_WAIT_S) -> None:
         """Hand in the next group of the pass; waits for room, drops nothing.
 
         Raises ``BudgetError`` when there can never be room, ``WaitTimeoutError`` at the deadline, and what ``abort``
@@ -195,7 +195,7 @@ class BatchOrderedQueue:
                 )
             self._condition.wait(left)
 
-    def _has_room(self, group: Group, nbytes: int) -> bool:
+    def _has_room(self, group: DescribedGroup, nbytes: int) -> bool:
         is_ahead = self._order == "prompt_batch" and group.batch_index > self._turns.serving
         window = self._window_in + (is_ahead or group.batch_index != self._batch_in)
         if window > self._window_out + 1:

@@ -1,37 +1,39 @@
-"""One orchestrator from its first byte to its last: pool, trainers one after another, clean-up."""
+"""One orchestrator from its first byte to its last: its site, trainers one after another, clean-up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from shmstage.budget.check import check_before_pool
-from shmstage.errors import PluginError, PoolError, SettingsError, TransportError
+from shmstage.errors import PluginError, SettingsError, TransportError
 from shmstage.events import Events, open_events
-from shmstage.memory.identity import ProcessIdentity
-from shmstage.memory.pool import Pool
-from shmstage.memory.sweep import sweep
 from shmstage.memory.usage import own_use
-from shmstage.orchestrator.assembly import Layouts, assemble, evaluation_source, first_evaluated, hooks_of, layouts_of
+from shmstage.orchestrator.assembly import assemble, hooks_of
 from shmstage.orchestrator.beginning import begin_attempt
-from shmstage.orchestrator.connection import TRAINER, Connection, connect
+from shmstage.orchestrator.connection import Connection
 from shmstage.orchestrator.hooks import Hooks
-from shmstage.orchestrator.input import Input, load_input
+from shmstage.orchestrator.layouts import Layouts
+from shmstage.orchestrator.local_site import LocalSite
 from shmstage.orchestrator.resume import ResumeState, state_from_metadata
+from shmstage.orchestrator.site import Site
 from shmstage.orchestrator.step_lines import last_step, read_step_lines, roll_back
 from shmstage.orchestrator.summary import summarise
 from shmstage.packing.plan import PlanSettings
+from shmstage.packing.reference import Described
 from shmstage.packing.routing import is_encoded
-from shmstage.packing.source import BundleSource
-from shmstage.packing.trajectory import Trajectory
 from shmstage.records import JsonLines, write_json
 from shmstage.settings import Settings
 
 
-def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool]) -> dict[str, Any]:
+def train(
+    settings: Settings, *, epoch: int, stop_requested: Callable[[], bool], peers_file: Path | None = None
+) -> dict[str, Any]:
     """Run the orchestrator to its end; returns what ``summary.json`` holds, less what only the launcher can know.
+
+    ``peers_file`` names the doors of a fleet's hosts; ``None``: everything is on this one.
 
     A trainer that dies is waited for: its successor restores and goes on. ``epoch`` > 1 follows an orchestrator that
     died. Raises what ended the run; pool, sockets and lock file are gone either way.
@@ -41,89 +43,72 @@ def train(settings: Settings, *, epoch: int, stop_requested: Callable[[], bool])
     with ExitStack() as stack:
         events = open_events(settings, "orchestrator", epoch, own_use)
         stack.callback(events.close)
-        source, evaluation = load_input(settings), evaluation_source(settings)
-        stack.callback(source.close)
-        layouts = layouts_of(settings, source.first, evaluation)
+        site = _site(
+            settings, peers_file, epoch=epoch, stack=stack, stop_requested=stop_requested, events=events
+        )
         hooks = hooks_of(settings)
         if hooks is not None:
             stack.callback(hooks.close)
-        identity = ProcessIdentity.create(settings.run, "orchestrator")
-        stack.callback(identity.close)
-
-        def connected(pool: Pool | None, *, again: bool) -> Connection:
-            return connect(
-                settings, identity, epoch=epoch, pool=pool, again=again, stop_requested=stop_requested, events=events
-            )
-
-        if epoch > 1:
-            # before memory is asked for: the trainer may still map the pool of the orchestrator before
-            connected(None, again=True).close()
-        sweep(settings.run)
-        check_before_pool(settings, source.first, first_evaluated(evaluation), restarted=epoch > 1)
-        pool = Pool.create(
-            settings.run, epoch=epoch, layouts=layouts.all, slots=settings.slots, aux_slots=settings.aux_slots,
-            identity=identity, numa=settings.numa,
-        )  # fmt: skip
-        stack.callback(_close_pool, pool)
+        site.open()
         again = epoch > 1
         while True:
-            trainer = connected(pool, again=again)
+            trainer = site.connect(again=again)
             try:
-                return _attempt(settings, source, evaluation, layouts, pool, trainer, hooks, stop_requested, events)
+                return _attempt(settings, site, trainer, hooks, stop_requested, events)
             except TransportError as error:
-                pool.record_error(f"{type(error).__name__}: {error}")
+                site.failed(error)
                 if not trainer.watch.dead():
                     raise
                 print(f"{error}; waiting for the next trainer", flush=True)
             except Exception as error:
-                pool.record_error(f"{type(error).__name__}: {error}")
+                site.failed(error)
                 raise
             finally:
                 trainer.close()
-            pool.end_leases_of(TRAINER)
+            site.trainer_died()
             again = True
 
 
-def _close_pool(pool: Pool) -> None:
-    """The pool is unlinked in any case; that somebody still looks at it must not hide why the run ends."""
-    try:
-        pool.close()
-    except PoolError as error:
-        print(f"on closing the pool: {error}", flush=True)
+def _site(settings: Settings, peers_file: Path | None, **opened: Any) -> Site:
+    if peers_file is None:
+        return LocalSite(settings, **opened)
+    # not needed, and not loaded, on one host
+    from shmstage.orchestrator.fleet_site import FleetSite, channels_of
+
+    return FleetSite(settings, channels_of(peers_file), **opened)
 
 
 def _attempt(
     settings: Settings,
-    source: Input,
-    evaluation: BundleSource | None,
-    layouts: Layouts,
-    pool: Pool,
+    site: Site,
     trainer: Connection,
     hooks: Hooks | None,
     stop_requested: Callable[[], bool],
     events: Events,
 ) -> dict[str, Any]:
     """Everything with one incarnation of the trainer, from restore to shutdown."""
-    client = trainer.client
+    client, layouts = trainer.client, site.layouts
     path = settings.out_dir / "steps.jsonl"
     try:
         restored, metadata = client.restore_checkpoint(at_most=last_step(path))
         first_step = (restored or 0) + 1
         check_engine_can(settings, client.info()["optional"], layouts)
-        plan = plan_facts(settings, source.first)
+        plan = plan_facts(settings, site.first)
         if restored:
             _check_same_plan(metadata.get("plan", {}), plan)
         begun = begin_attempt(
             settings.out_dir, seen=roll_back(path, to_step=restored or 0), first_step=first_step,
             param_digest=lambda: client.info(param_digest=True)["param_digest"],
         )  # fmt: skip
-        compile_s = sum(client.compile(*each) for each in layouts.uses(settings).items())
+        compile_s = sum(
+            client.compile(site.slot_layout_id(layout_id), uses) for layout_id, uses in layouts.uses(settings).items()
+        )
         with ExitStack() as stack:
             written = read_step_lines(path)
             steps = JsonLines(path)
             stack.callback(steps.close)
             parts = assemble(
-                settings, source, evaluation, layouts, pool, client, trainer.watch, hooks, plan=plan,
+                settings, site.workplace(trainer), client, hooks, plan=plan,
                 start=state_from_metadata(metadata, settings.out_dir) if restored else ResumeState.start(),
                 first_step=first_step, attempt=begun.attempt, write_step=steps.write, sync_lines=steps.sync,
                 restored_line=written[-1] if restored and written else None, stop_requested=stop_requested,
@@ -142,11 +127,13 @@ def _attempt(
     except BaseException:
         trainer.abandon()
         raise
-    summary = summarise(read_step_lines(path))
+    lines = list(read_step_lines(path))
+    summary = summarise(lines)
+    trained = sum(len(line["trajectory_ids"]) for line in lines if line["step"] >= first_step)
     if planner.dropped or planner.skipped_empty:
         text = f"not trained: {planner.dropped} over-long and {planner.skipped_empty} empty trajectories"
         summary["warnings"].append(text)
-    if settings.routing_encoding != "dense" and source.first.routing is None:
+    if settings.routing_encoding != "dense" and site.first.routing is None:
         text = f"routing_encoding = {settings.routing_encoding} has no effect: the input carries no routing"
         summary["warnings"].append(text)
     return {
@@ -160,8 +147,7 @@ def _attempt(
         "dropped_trajectories": planner.dropped,
         "empty_trajectories": planner.skipped_empty,
         "compile_s": compile_s,
-        "pool_nbytes": pool.nbytes,
-        "backing": asdict(pool.backing),
+        **site.summary(trained),
     }
 
 
@@ -183,7 +169,7 @@ def check_engine_can(settings: Settings, optional: Sequence[str], layouts: Layou
             )
 
 
-def plan_facts(settings: Settings, first: Trajectory) -> dict[str, Any]:
+def plan_facts(settings: Settings, first: Described) -> dict[str, Any]:
     """What decides which trajectory is trained in which micro-batch: kept in each checkpoint, compared on resume."""
     names = ("microbatches_per_step", "order", *(field.name for field in fields(PlanSettings)))
     return {**{name: getattr(settings, name) for name in names}, "first_trajectory": first.digest.hex()}

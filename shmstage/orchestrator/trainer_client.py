@@ -5,13 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from shmstage.events import NO_EVENTS, Events
 from shmstage.memory.handle import Handle
-from shmstage.transport.client import Client
 from shmstage.wire.handles import handle_to_wire, named_by
 from shmstage.wire.messages import TicketEvent, TokenEvent
+
+
+class Calls(Protocol):
+    """What carries the commands: a ``transport.Client``, or a ``TrainerFleet`` of several."""
+
+    @property
+    def sequence(self) -> int: ...
+
+    def call(self, command: str, arguments: dict[str, Any], *, timeout_s: float) -> dict[str, Any]: ...
+
+    def events(self, timeout_s: float) -> list[TokenEvent | TicketEvent]: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -28,7 +42,7 @@ class ForwardResult:
 class TrainerClient:
     """Calls the worker, one command at a time; every call has the deadline ``timeout_s``."""
 
-    def __init__(self, client: Client, *, timeout_s: float, events: Events = NO_EVENTS) -> None:
+    def __init__(self, client: Calls, *, timeout_s: float, events: Events = NO_EVENTS) -> None:
         self._client = client
         self._timeout_s = timeout_s
         self._events = events
@@ -54,6 +68,12 @@ class TrainerClient:
     def events(self, timeout_s: float) -> list[TokenEvent | TicketEvent]:
         """Token and ticket events in order; waits up to ``timeout_s`` for the first, or until ``wake``."""
         return self._client.events(timeout_s)
+
+    def missing(self) -> str:
+        """Of a trainer that spans hosts, which of them have not told what others have; "" where nothing is known."""
+        missing: Callable[[], list[str]] | None = getattr(self._client, "missing", None)
+        told = missing() if missing is not None else []
+        return f"; missing: {'; '.join(told)}" if told else ""
 
     @property
     def wake(self) -> Callable[[], None]:

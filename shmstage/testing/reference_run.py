@@ -14,10 +14,11 @@ import numpy as np
 
 from shmstage.child import Lifeline, run_child
 from shmstage.memory.layout import Layout
-from shmstage.orchestrator.assembly import layout_of, plan_settings
+from shmstage.orchestrator.assembly import plan_settings
 from shmstage.orchestrator.importance import sampler_is_weights
 from shmstage.orchestrator.input import load_input
 from shmstage.orchestrator.intake import Intake
+from shmstage.orchestrator.layouts import layout_of
 from shmstage.orchestrator.session import write_summary
 from shmstage.packing.fields import OLD_LOGPS, REF_LOGPS, SAMPLER_IS_WEIGHTS, late_fields
 from shmstage.settings import Settings
@@ -35,7 +36,7 @@ def steps_of(settings: Settings, layout: Layout) -> Iterator[tuple[int, list[Map
     microbatches: list[Mapping[str, Any]] = []
     absent = {f.name: np.zeros(f.shape, f.dtype) for f in layout.fields if f.late}
     for planned in Intake(source, plan_settings(settings), passes=source.passes, order=settings.order):
-        trajectories = {key: arrival.trajectory for key, arrival in planned.arrivals.items()}
+        trajectories: dict[int, Any] = {key: arrival.trajectory for key, arrival in planned.arrivals.items()}
         microbatches.append(absent | pack_with_numpy(planned.plan, trajectories, settings.tokens))
         if len(microbatches) == settings.microbatches_per_step:
             yield number, microbatches

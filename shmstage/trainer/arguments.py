@@ -80,6 +80,9 @@ def for_the_record(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The received command as a line of ``trainer_calls.jsonl``; never raises, whatever arrived."""
     record: dict[str, Any] = {"command": command}
     try:
+        if command == "prepare":
+            record |= {"of": str(given["command"])[:40], "sequence": given["sequence"]}
+            given = given["arguments"]
         if "handle" in given:
             handle = handle_from_wire(given["handle"])
             record.update(step=handle.step, index=handle.index, request_id=handle.request_id)
@@ -88,6 +91,6 @@ def for_the_record(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
             step, _, index = name.partition("@")[0].partition(".")
             record.update(step=int(step), index=int(index), request_id=name)
         record.update({key: given[key] for key in RECORDED if key in given})
-    except (ProtocolError, ValueError, TypeError, AttributeError) as error:
+    except (ProtocolError, ValueError, LookupError, TypeError, AttributeError) as error:
         record["malformed"] = str(error)[:200]
     return record

@@ -84,6 +84,11 @@ class Attachment:
         self.layout(handle.layout_id)
         return self._reader.lease(handle, self._note_ended)
 
+    def check(self, handle: Handle) -> None:
+        """Raise what ``lease`` would; nothing is leased."""
+        self.layout(handle.layout_id)
+        self._reader.check(handle)
+
     def is_aux(self, handle: Handle) -> bool:
         """True for a slot that no micro-batch to be trained lies in."""
         return handle.slot >= self._reader.slots

@@ -12,6 +12,7 @@ import numpy as np
 
 from shmstage.errors import EngineError, ProtocolError, WaitTimeoutError
 from shmstage.memory.handle import Handle
+from shmstage.memory.layout import Layout
 from shmstage.memory.reader import Lease
 from shmstage.trainer.completions import Completions
 from shmstage.trainer.device_buffers import DeviceBuffers
@@ -20,7 +21,7 @@ from shmstage.trainer.engine import TrainEngine
 from shmstage.trainer.gate import Gate
 from shmstage.trainer.host_copy import copy_bytes, host_copy, part_here
 from shmstage.trainer.snapshots import Snapshots
-from shmstage.trainer.stepper import Stepper
+from shmstage.trainer.stepper import Stage, Stepper
 
 FIELD_OF_ROLE = {"actor": "old_per_token_logps", "reference": "ref_per_token_logps"}
 #: the settings that need a method
@@ -56,16 +57,16 @@ class Scorer:
 
     def score_staged(self, request_id: str, role: str) -> int:
         """Score the staged arrays; returns a ticket."""
-        _field(role)
+        field_of(role)
         self._gate.admit_staged(request_id)
         stage = self._stepper.stage
         assert stage is not None
-        logps = self._optional("per_token_logps")(stage.batch.arrays, role)
+        logps = self.optional("per_token_logps")(stage.batch.arrays, role)
         return self._write_later(stage.handle, logps, stage.lease, role, lambda: None)
 
     def score(self, handle: Handle, role: str) -> int:
         """Score a slot's micro-batch; returns a ticket. A training slot keeps its lease: it is still to be trained."""
-        name, score = _field(role), self._optional("per_token_logps")
+        name, score = field_of(role), self.optional("per_token_logps")
         attachment = self._stepper.attachment
         keep = not attachment.is_aux(handle)
         lease = attachment.lease(handle)
@@ -75,7 +76,7 @@ class Scorer:
 
     def eval_step(self, handle: Handle) -> int:
         """Evaluate a slot's micro-batch, which is used up by it; returns a ticket for the engine's numbers."""
-        evaluate = self._optional("eval_step")
+        evaluate = self.optional("eval_step")
         numbers, check_upload = self._run(self._stepper.attachment.lease(handle), evaluate, keep_lease=False)
 
         def resolve() -> dict[str, object]:
@@ -90,13 +91,7 @@ class Scorer:
 
         Raises ``ProtocolError`` for a field that is not a late field of its layout.
         """
-        self._gate.admit_staged(request_id)
-        stage = self._stepper.stage
-        assert stage is not None
-        layout = self._stepper.attachment.layout(stage.handle.layout_id)
-        unknown = set(fields) - set(layout.late_names)
-        if unknown:
-            raise ProtocolError(f"patch_staged {request_id}: {sorted(unknown)} are not among {layout.late_names}")
+        stage, layout = self.admit_patch(request_id, fields)
         arrays: dict[str, jax.Array] = {}
         if stage.lease is not None:
             begin_ns = self._clock_ns()
@@ -117,10 +112,21 @@ class Scorer:
                 stage.lease = None
         self._stepper.replace_staged(stage, arrays, loss_tokens)
 
+    def admit_patch(self, request_id: str, fields: list[str]) -> tuple[Stage, Layout]:
+        """What is to be patched; raises what ``patch_staged`` is refused with."""
+        self._gate.admit_staged(request_id)
+        stage = self._stepper.stage
+        assert stage is not None
+        layout = self._stepper.attachment.layout(stage.handle.layout_id)
+        unknown = set(fields) - set(layout.late_names)
+        if unknown:
+            raise ProtocolError(f"patch_staged {request_id}: {sorted(unknown)} are not among {layout.late_names}")
+        return stage, layout
+
     def _write_later(
         self, handle: Handle, logps: jax.Array, lease: Lease | None, role: str, check_upload: Callable[[], None]
     ) -> int:
-        name = _field(role)
+        name = field_of(role)
         here = self._stepper.attachment.placement(handle.layout_id).rectangle(name)
         if here is None and not logps.is_fully_addressable:
             here = part_here(logps)  # a field that no slot has: what is computed here is what is told
@@ -173,7 +179,8 @@ class Scorer:
         self._completions.watch(results, resolved)
         return results, check_upload
 
-    def _optional(self, method: str) -> Callable[..., Any]:
+    def optional(self, method: str) -> Callable[..., Any]:
+        """The engine's method; raises ``EngineError`` if it has none."""
         found = getattr(self._engine, method, None)
         if found is None:
             raise EngineError(
@@ -195,7 +202,8 @@ def as_numbers(values: Mapping[str, jax.Array]) -> dict[str, object]:
     return {name: float(host_copy(value)) for name, value in values.items()}
 
 
-def _field(role: str) -> str:
+def field_of(role: str) -> str:
+    """The late field that is scored in a role. Raises ``ProtocolError`` for another one."""
     if role not in FIELD_OF_ROLE:
         raise ProtocolError(f"role = {role!r}; want one of {', '.join(FIELD_OF_ROLE)}")
     return FIELD_OF_ROLE[role]

@@ -22,11 +22,12 @@ from shmstage.trainer.aliasing import nudge
 from shmstage.trainer.arguments import Arguments, for_the_record
 from shmstage.trainer.attachment import Attachment
 from shmstage.trainer.completions import Completions
+from shmstage.trainer.description import describe
 from shmstage.trainer.device_buffers import DeviceBuffers
 from shmstage.trainer.digests import param_digest
-from shmstage.trainer.engine import EVALUATE, SCORE, TRAIN, TrainEngine, compile_for, optional_of, restored
+from shmstage.trainer.engine import TrainEngine, compile_for, restored
 from shmstage.trainer.gate import COMMANDS, Gate
-from shmstage.trainer.jax_seam import local_devices
+from shmstage.trainer.preparation import NO_IDENTITY, Preparation, compile_uses
 from shmstage.trainer.ranges import ranges_of
 from shmstage.trainer.scoring import Scorer, as_numbers
 from shmstage.trainer.snapshots import Snapshots
@@ -95,6 +96,11 @@ class Worker:
         self._scorer = Scorer(engine, self._gate, score_buffers, *parts, self._stepper, timeout_s, clock_ns)
         self._first_checkpoint_durable = False
         self._commands: dict[str, Callable[[Arguments], Result]] = {n: getattr(self, f"_{n}") for n in COMMANDS}
+        self._preparation = Preparation(
+            self._gate, self._stepper, self._scorer, read_news=self._read_news,
+            waits_for_snapshots=self._waits_for_snapshots, owns_weights=identity is not None,
+        )  # fmt: skip
+        self._commands |= self._preparation.commands
 
     # --- the two doors --------------------------------------------------------------------------------------
 
@@ -128,8 +134,10 @@ class Worker:
         run = self._commands.get(command)
         if run is None:
             raise ProtocolError(f"command {command[:40]!r} is not one of {', '.join(sorted(COMMANDS))}")
-        self._read_news()
-        self._gate.admit(command)
+        if not self._preparation.begins(command, arguments):
+            self._read_news()
+        if command in COMMANDS:
+            self._gate.admit(command)
         return self._guarded(command, lambda: run(Arguments(command, arguments)))
 
     def orchestrator_held(self) -> str:
@@ -156,13 +164,9 @@ class Worker:
         return {**self._describe(), **({"param_digest": param_digest(self._engine)} if wanted else {})}
 
     def _compile(self, given: Arguments) -> Result:
-        layout_id = given.count("layout_id")
-        uses = given.texts("uses") if given.has("uses") else [TRAIN]
-        given.finish()
-        if not set(uses) <= {TRAIN, EVALUATE, SCORE}:
-            raise ProtocolError(f"compile: uses = {uses}; want some of {TRAIN}, {EVALUATE}, {SCORE}")
+        example, uses = compile_uses(given, self._stepper)
         begin = time.monotonic()
-        compile_for(self._engine, self._stepper.attachment.example(layout_id), uses)
+        compile_for(self._engine, example, uses)
         return {"compile_s": time.monotonic() - begin}
 
     def _ranges(self, given: Arguments) -> Result:
@@ -245,7 +249,7 @@ class Worker:
         self._gate.admit_snapshot("prepare_weight_sync", version)
         if self._weights is None:
             if self._identity is None:
-                raise EngineError("prepare_weight_sync: this worker was made without an identity to own a pool with")
+                raise EngineError(NO_IDENTITY)
             run_id = self._stepper.attachment.run_id
             self._weights = WeightsPool(run_id, self._incarnation, self._identity, numa=self._numa)
         pool, weights = self._weights, self._engine.weights()
@@ -304,18 +308,7 @@ class Worker:
     # --- shared by them -------------------------------------------------------------------------------------
 
     def _describe(self) -> Result:
-        state = self._gate.state
-        return {
-            **local_devices(),
-            "host_memory": self._stepper.host_memory,
-            "engine": type(self._engine).__name__,
-            "snapshots": not self._waits_for_snapshots,
-            "optional": optional_of(self._engine),
-            "gate": state.phase,
-            "deferred": state.deferred_step,
-            "staged": state.staged,
-            "last_step": state.closed_step,
-        }
+        return describe(self._engine, self._gate.state, self._stepper.host_memory)
 
     def _ticket(
         self,
@@ -377,6 +370,7 @@ class Worker:
         self._quiesce()
         self._stepper.attach(None)
         self._gate.detached()
+        self._preparation.forget()
         if current is not None:
             nudge()  # JAX may still hold views that an upload read
             with suppress(PoolError):  # its memory goes with the last array over it; none of ours is left

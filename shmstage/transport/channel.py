@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 
 from shmstage.errors import ForkedError, TransportError
@@ -97,3 +98,19 @@ class Guard:
         first = not self._closed and os.getpid() == self._pid
         self._closed = True
         return first
+
+
+class OneAtATime:
+    """Refuses a second thread at once: a lock that is never waited for."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise TransportError("a client was used from two threads at once; give each its own")
+
+    def __exit__(self, *raised: object) -> None:
+        self._lock.release()

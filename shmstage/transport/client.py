@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +12,11 @@ from shmstage.errors import (
     ProtocolError,
     ShmstageError,
     StoppedError,
-    TransportError,
     WaitTimeoutError,
     by_name,
 )
 from shmstage.memory.identity import PeerWatch
-from shmstage.transport.channel import Channel
+from shmstage.transport.channel import Channel, OneAtATime
 from shmstage.wire.codec import decode, encode
 from shmstage.wire.messages import (
     EventAck,
@@ -45,23 +43,6 @@ _FULL_S = 0.01  # before another try when the channel did not take a frame
 _RESEND_ASK_S = 0.2
 _ACK_EVERY = 32  # events, unless there is time to wait: the server keeps what is not acknowledged
 _ERRORS = by_name()
-
-
-@final
-class _OneAtATime:
-    """A lock that is never waited for."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise TransportError("a client was used from two threads at once; give each its own")
-
-    def __exit__(self, *raised: object) -> None:
-        self._lock.release()
 
 
 @final
@@ -113,9 +94,12 @@ class Client:
         self._ping_at = 0.0
         self._pong: tuple[float, str] | None = None
         self._check_at = 0.0
+        self._send_at = 0.0  # of the newest call
+        self._dead_since: float | None = None
+        self._asked_at: float | None = None  # the first ping since anything came
         self._woken = False
         self._listening = False
-        self._in_use = _OneAtATime()
+        self._in_use = OneAtATime()
 
     @property
     def incarnation(self) -> int:
@@ -178,25 +162,60 @@ class Client:
                 raise ProtocolError(f"{command} was called before hello()")
             self._sequence += 1
             frame = encode(Request(self._epoch, self._incarnation, self._sequence, command, arguments))
-            return PendingCall(command, self._sequence, frame, self._clock(), self._channel.send(frame))
+            now = self._clock()
+            sent = self._channel.send(frame)
+            self._send_at = now + (RETRY_S if sent else _FULL_S)
+            return PendingCall(command, self._sequence, frame, now, sent)
+
+    def answer(self, pending: PendingCall) -> dict[str, Any] | None:
+        """The answer to what was begun if it has come: ``finish`` without waiting and without a deadline.
+
+        Sends again what is due. Who waits for several servers waits for their ``descriptor`` between two looks.
+        """
+        with self._in_use:
+            self._check_newest(pending)
+            now = self._clock()
+            if now >= self._send_at:
+                self._send_at = now + (RETRY_S if self._channel.send(pending.frame) else _FULL_S)
+            self._ping_if_due(now)
+            # last: the descriptor tells only of what comes after nothing was left, and sending may take its signal
+            while (received := self._channel.recv(0.0)) is not None:
+                message = self._take(received)
+                if _answers(message, pending):
+                    assert isinstance(message, Reply)
+                    return _result_of(message)
+            if now >= self._check_at:
+                over = self._dead_since is not None and now >= self._dead_since + _DRAIN_S
+                dead = self._check(pending.describe(), over)
+                self._dead_since = None if not dead else now if self._dead_since is None else self._dead_since
+            return None
+
+    def descriptor(self) -> int:
+        """Becomes readable when ``answer`` or ``events`` may find something, if they have found nothing before."""
+        return self._channel.descriptor()
+
+    def silent_s(self) -> float:
+        """How long pings have gone out and nothing has come: a server that computes, or waits, still answers them."""
+        return 0.0 if self._asked_at is None else self._clock() - self._asked_at
+
+    def overdue(self, pending: PendingCall, timeout_s: float) -> str:
+        """Why nobody waits any longer for what was begun, and what the server was last heard to do."""
+        return self._overdue(pending.describe(), timeout_s, self._clock())
 
     def finish(self, pending: PendingCall, *, timeout_s: float, retry_s: float = RETRY_S) -> dict[str, Any]:
         """Waits for the answer to what was begun; raises as ``call``. ``timeout_s`` counts from now."""
         with self._in_use:
-            if pending.sequence != self._sequence:
-                raise ProtocolError(f"{pending.describe()} was overtaken by sequence {self._sequence}")
+            self._check_newest(pending)
             answer = self._exchange(
                 pending.frame,
                 pending.describe(),
                 timeout_s,
                 retry_s,
-                lambda m: isinstance(m, Reply) and (m.sequence == pending.sequence or _is_refusal(m)),
+                lambda m: _answers(m, pending),
                 sent_at=pending.sent_at if pending.sent else None,
             )
             assert isinstance(answer, Reply)
-            if not answer.ok:
-                raise _error_of(answer)
-            return answer.result
+            return _result_of(answer)
 
     def events(self, timeout_s: float = 0.0) -> list[Event]:
         """Events in the order of their numbers, none lost, none twice; also those that came during calls.
@@ -237,6 +256,10 @@ class Client:
     def close(self) -> None:
         """Gives the channel back."""
         self._channel.close()
+
+    def _check_newest(self, pending: PendingCall) -> None:
+        if pending.sequence != self._sequence:
+            raise ProtocolError(f"{pending.describe()} was overtaken by sequence {self._sequence}")
 
     # --- one wait for all calls ------------------------------------------------------------------------------
 
@@ -297,6 +320,7 @@ class Client:
 
     def _take(self, frame: bytes) -> Message:
         message = decode(frame)
+        self._asked_at = None
         if isinstance(message, TokenEvent | TicketEvent):
             self._take_event(message)
         elif isinstance(message, Pong):
@@ -333,7 +357,17 @@ class Client:
             self._ping_number += 1
             self._channel.send(encode(Ping(self._ping_number)))
             self._ping_at = now + _PING_S
+            self._asked_at = now if self._asked_at is None else self._asked_at
 
+
+def _answers(message: Message, pending: PendingCall) -> bool:
+    return isinstance(message, Reply) and (message.sequence == pending.sequence or _is_refusal(message))
+
+
+def _result_of(reply: Reply) -> dict[str, Any]:
+    if not reply.ok:
+        raise _error_of(reply)
+    return reply.result
 
 
 def _is_refusal(message: Message) -> bool:

@@ -16,7 +16,7 @@ from shmstage.budget.bundle_facts import BundleFacts, bundle_facts
 from shmstage.budget.formula import forecast
 from shmstage.budget.inputs import fields_of_bundle, fields_of_trajectory, inputs_of
 from shmstage.errors import BundleError
-from shmstage.orchestrator.assembly import layout_of
+from shmstage.orchestrator.layouts import layout_of
 from shmstage.packing.bundle import read_bundle, write_bundle
 from shmstage.settings import ROUTING_ENCODINGS, Settings
 

@@ -22,8 +22,10 @@ from shmstage.errors import PoolError, ShmstageError
 from shmstage.memory.identity import PeerWatch, ProcessIdentity
 from shmstage.memory.pool import Pool
 from shmstage.memory.sweep import sweep
-from shmstage.orchestrator.assembly import assemble, layouts_of, plan_settings
+from shmstage.orchestrator.assembly import assemble, plan_settings
 from shmstage.orchestrator.intake import Intake
+from shmstage.orchestrator.layouts import layouts_of
+from shmstage.orchestrator.local_site import local_workplace
 from shmstage.orchestrator.resume import ResumeState, state_from_metadata
 from shmstage.orchestrator.step_lines import last_step, read_step_lines, roll_back
 from shmstage.orchestrator.trainer_client import TrainerClient
@@ -230,7 +232,8 @@ class Orchestrator:
             self._lines = JsonLines(path)
             stack.callback(self._lines.close)
             parts = assemble(
-                settings, self._source, None, self._layouts, self.pool, self.trainer, watch, None, plan={},
+                settings, local_workplace(settings, self._source, None, self._layouts, self.pool, watch),
+                self.trainer, None, plan={},
                 start=state_from_metadata(metadata, settings.out_dir) if restored else ResumeState.start(),
                 first_step=self.first_step, attempt=self._attempt, write_step=self._write_step,
                 sync_lines=self._lines.sync, stop_requested=case.stop_requested,

@@ -168,8 +168,8 @@ MUTANTS = (
     Mutant(
         "no micro-batch is final",
         f"{ORCHESTRATOR}/feeder.py",
-        "is_final=index == self._per_step - 1,",
-        "is_final=index == self._per_step,",
+        "        is_final = index == self._per_step - 1\n",
+        "        is_final = index == self._per_step\n",
         (f"{FEEDER}::test_the_last_microbatch_of_each_step_alone_is_final",),
     ),
     Mutant(

@@ -19,6 +19,7 @@ from shmstage.memory.pool import Pool
 from shmstage.orchestrator.feeder import EndOfInput, Feeder, FeederEvent, PackedMicrobatch
 from shmstage.orchestrator.input import Input
 from shmstage.orchestrator.intake import Intake
+from shmstage.orchestrator.local_packer import LocalPacker
 from shmstage.orchestrator.queue import group_nbytes
 from shmstage.orchestrator.resume import ResumeState
 from shmstage.packing.fields import microbatch_layout
@@ -57,8 +58,8 @@ class Run:
         self.pool.end_leases_of(0)
         intake = Intake(source, PLAN, passes=1, resume=resume, max_held_bytes=held)
         self.feeder = Feeder(
-            intake, self.pool, LAYOUT, microbatches_per_step=per_step, first_step=first_step, last_step=None,
-            slot_timeout_s=WAIT_S, peers=[], deliver=self._deliver,
+            intake, LocalPacker(self.pool, LAYOUT, slot_timeout_s=WAIT_S, peers=[]), microbatches_per_step=per_step,
+            first_step=first_step, last_step=None, deliver=self._deliver,
         )  # fmt: skip
         self.feeder.allow((99, 0))
         self.feeder.start()
@@ -174,7 +175,7 @@ def test_the_last_microbatch_of_each_step_alone_is_final(run: Run) -> None:
 
 def test_only_what_a_durable_checkpoint_covers_is_let_go(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[int] = []
-    monkeypatch.setattr(Intake, "release", lambda self, cursor: released.append(cursor))
+    monkeypatch.setattr(Intake, "release", lambda self, cursor, pass_number: released.append(cursor))
     feeder = run.begin(Given(GROUPS))
     cursors = [run.packed().state_after.cursor for _ in range(6)]
     feeder.durable(1)

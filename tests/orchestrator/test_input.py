@@ -19,10 +19,10 @@ from test_intake import trajectory
 from test_resume import facts, orders
 
 from shmstage.errors import PluginError, SettingsError, TrajectoryError
-from shmstage.orchestrator.assembly import Layouts
 from shmstage.orchestrator.batch_order import Order
 from shmstage.orchestrator.input import Input
 from shmstage.orchestrator.intake import Intake
+from shmstage.orchestrator.layouts import Layouts
 from shmstage.orchestrator.resume import ResumeState
 from shmstage.orchestrator.session import _check_same_plan, check_engine_can, plan_facts
 from shmstage.packing.fields import microbatch_layout

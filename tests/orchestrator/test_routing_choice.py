@@ -10,8 +10,8 @@ from input_making import Given
 
 from shmstage.errors import PluginError, SettingsError, TrajectoryError
 from shmstage.memory.layout import Layout
-from shmstage.orchestrator.assembly import Layouts, layout_of
 from shmstage.orchestrator.intake import Intake
+from shmstage.orchestrator.layouts import Layouts, layout_of
 from shmstage.orchestrator.session import check_engine_can
 from shmstage.packing.fields import microbatch_layout
 from shmstage.packing.held_form import HeldForm
