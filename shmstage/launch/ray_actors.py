@@ -130,8 +130,8 @@ class AgentActor(_Actor):
         out = self._settings.out_dir
         environment = child_environment(os.environ, environment_of(os.getppid()), self._given)
         self._trainer = HostTrainer(
-            self._settings.run, out / "run.json", rank=self._rank, hosts=self._hosts, name=self._name, epoch=self._epoch,
-            coordinator=coordinator, bind=self._address, allowed=self._allowed,
+            self._settings.run, out / "run.json", rank=self._rank, hosts=self._hosts, name=self._name,
+            epoch=self._epoch, coordinator=coordinator, bind=self._address, allowed=self._allowed,
             directory=out / "hosts" / str(self._rank) if self._rank else out, environment=environment,
         )  # fmt: skip
 
