@@ -6,7 +6,9 @@ import contextlib
 import importlib.util
 import os
 import secrets
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -93,9 +95,10 @@ class _LocalNodes:
     def __init__(self, hosts: int) -> None:
         from ray.cluster_utils import Cluster as RayCluster
 
-        self._cluster: Any = RayCluster(
-            initialize_head=True, head_node_args={**LOCAL_NODE, "include_dashboard": False}, shutdown_at_exit=True
-        )
+        # sockets and logs of Ray's, gone with the cluster: a short path, for the sockets in it
+        self._directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        head = {**LOCAL_NODE, "include_dashboard": False, "temp_dir": self._directory}
+        self._cluster: Any = RayCluster(initialize_head=True, head_node_args=head, shutdown_at_exit=True)
         self.address = str(self._cluster.address)
         try:
             for _ in range(hosts - 1):
@@ -109,6 +112,7 @@ class _LocalNodes:
 
     def close(self) -> None:
         self._cluster.shutdown()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 @final

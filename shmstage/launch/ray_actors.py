@@ -22,7 +22,7 @@ from shmstage.launch import source_share, store_commands
 from shmstage.launch.door import Door, Speaker
 from shmstage.launch.host_agent import HostAgent
 from shmstage.launch.host_environment import child_environment, environment_of
-from shmstage.launch.host_trainer import HostTrainer
+from shmstage.launch.host_trainer import HostTrainer, remove_left_files
 from shmstage.launch.processes import end_processes
 from shmstage.launch.trajectory_store import TrajectoryStore
 from shmstage.memory.identity import ProcessIdentity, namespace_word, read_start_ticks
@@ -104,6 +104,7 @@ class AgentActor(_Actor):
         facts = self._facts()
         settings = self._settings
         sweep(settings.run)
+        remove_left_files(settings.run, self._rank)
         self._identity = ProcessIdentity.create(settings.run, "agent")
         self._agent = HostAgent(
             settings, rank=self._rank, hosts=self._hosts, name=self._name, epoch=self._epoch, identity=self._identity,
@@ -129,8 +130,8 @@ class AgentActor(_Actor):
         out = self._settings.out_dir
         environment = child_environment(os.environ, environment_of(os.getppid()), self._given)
         self._trainer = HostTrainer(
-            out / "run.json", rank=self._rank, hosts=self._hosts, name=self._name, epoch=self._epoch,
-            coordinator=coordinator, bind=self._address, allowed=self._allowed,
+            self._settings.run, out / "run.json", rank=self._rank, hosts=self._hosts, name=self._name,
+            epoch=self._epoch, coordinator=coordinator, bind=self._address, allowed=self._allowed,
             directory=out / "hosts" / str(self._rank) if self._rank else out, environment=environment,
         )  # fmt: skip
 
@@ -212,6 +213,7 @@ class StoreActor(_Actor):
     def clean_up(self, processes: list[tuple[int, int]]) -> list[str]:
         """End what a dead agent left here, by pid and start time; returns what is in shared memory before a sweep."""
         end_processes(processes)
+        remove_left_files(self._settings.run, self._rank)
         left = owned_objects(self._settings.run)
         sweep(self._settings.run)
         return left
