@@ -932,7 +932,9 @@ std::uint64_t fill_window(const py::object& plan, const py::sequence& given, con
         tile.padded = shmstage::padded_spans(tile.cuts, tokens);
         tile.compact = shmstage::compact_spans(tile.cuts);
         add_routing(work, tile.fill, tile.sources, tile.padded, tile.compact);
-        if (tile.fill.offsets != nullptr) shmstage::fill_offsets(tile.fill.offsets, tile.cuts, rows / down);
+        if (tile.fill.offsets != nullptr) {
+            shmstage::fill_offsets(tile.fill.offsets, shmstage::places_of(tile.cuts), rows / down);
+        }
     }
     work.run(threads);
     return shmstage::tokens_of(cuts);

@@ -79,11 +79,11 @@ std::vector<RoutingSource> routing_of(const std::vector<Cut>& cuts, const std::v
     return sources;
 }
 
-void fill_offsets(std::byte* destination, const std::vector<Cut>& cuts, std::uint64_t rows) {
+std::vector<Segment> places_of(const std::vector<Cut>& cuts) {
     std::vector<Segment> places;
     places.reserve(cuts.size());
     for (const Cut& cut : cuts) places.push_back(cut.place);
-    fill_offsets(destination, places, rows);
+    return places;
 }
 
 }  // namespace shmstage

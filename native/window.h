@@ -49,7 +49,6 @@ std::vector<Source> words_of(const std::vector<Cut>& cuts, const std::vector<con
 /// Routing of each cut. The cuts are covered.
 std::vector<RoutingSource> routing_of(const std::vector<Cut>& cuts, const std::vector<const Record*>& records);
 
-/// int32 [rows + 1]: how many real tokens of the rectangle lie in its rows before.
-void fill_offsets(std::byte* destination, const std::vector<Cut>& cuts, std::uint64_t rows);
+std::vector<Segment> places_of(const std::vector<Cut>& cuts);
 
 }  // namespace shmstage

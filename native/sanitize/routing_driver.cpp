@@ -9,6 +9,7 @@
 #include "../parallel.h"
 #include "../record.h"
 #include "../routing.h"
+#include "../window.h"
 #include "checks.h"
 
 namespace {
@@ -135,6 +136,161 @@ void check_routing(Dice& dice) {
     CHECK(ids == want_ids && validity == want_validity);
 }
 
+/// Tokens of one segment as they lie in a piece, which has no byte more.
+struct Piece {
+    Bytes words;
+    Ids dense;
+    Bytes held;
+    Record record;
+    std::uint64_t before;  ///< tokens that the window does not need, at either end
+    std::uint64_t after;
+};
+
+/// `begin` to `end` of a segment's words and routing; held in whole groups.
+Piece piece_of(Dice& dice, const std::vector<std::int32_t>& words, const Ids& routing, std::uint64_t begin,
+               std::uint64_t end, const RoutingShape& shape) {
+    Piece piece;
+    const auto* from = reinterpret_cast<const std::byte*>(words.data());
+    piece.words.assign(from + begin * kWordNbytes, from + end * kWordNbytes);
+    const std::uint64_t routed = std::max(std::min(end, routing.size() / shape.ids()), begin) - begin;
+    piece.record.begin = begin;
+    piece.record.tokens = end - begin;
+    piece.record.shape = shape;
+    piece.record.words[1] = piece.words.data();
+    const auto at = [&](std::uint64_t token) { return routing.begin() + static_cast<std::ptrdiff_t>(token * shape.ids()); };
+    if (dice.below(2) == 0) {
+        piece.dense.assign(at(begin), at(begin + routed));
+        piece.record.routing = {bytes_of(piece.dense), routed, false};
+        return piece;
+    }
+    const std::uint64_t skipped = routed == 0 ? 0 : begin % kGroup;
+    // what else is in its first and last group is not the window's, and must not be seen
+    const std::uint64_t last = std::min((begin + routed + kGroup - 1) / kGroup * kGroup, routing.size() / shape.ids());
+    piece.held = held_plainly(routed == 0 ? Ids() : Ids(at(begin - skipped), at(last)), shape);
+#ifdef SEED_SHORT_PIECE
+    if (!piece.held.empty()) piece.held.pop_back();
+    piece.held.shrink_to_fit();
+#endif
+    piece.record.routing = held_source(piece.held.data(), skipped, routed, shape);
+    return piece;
+}
+
+template <typename Value>
+const std::byte* raw(const std::vector<Value>& values) {
+    return reinterpret_cast<const std::byte*>(values.data());
+}
+
+template <typename Value>
+std::byte* raw(std::vector<Value>& values) {
+    return reinterpret_cast<std::byte*>(values.data());
+}
+
+/// A random rectangle of a random micro-batch, from pieces that hold its tokens and sometimes a few more.
+void check_window(Dice& dice) {
+    constexpr std::uint64_t kRows = 4;
+    constexpr std::uint64_t kTokens = 40;
+    const RoutingShape shape{1 + dice.below(4), 1 + dice.below(9), 1 + static_cast<unsigned>(dice.below(kMostBits))};
+    const auto edges = [&](std::uint64_t most) {
+        const std::uint64_t begin = dice.below(most);
+        return std::pair<std::uint64_t, std::uint64_t>{begin, begin + 1 + dice.below(most - begin)};
+    };
+    const auto [row_begin, row_end] = edges(kRows);
+    const auto [token_begin, token_end] = edges(kTokens);
+    const Rectangle window{row_begin, row_end, token_begin, token_end};
+    const std::uint64_t tokens = token_end - token_begin;
+    const std::uint64_t places = (row_end - row_begin) * tokens;
+
+    std::vector<Segment> segments;
+    std::vector<Piece> pieces;
+    pieces.reserve(kRows * kTokens);
+    std::vector<const Record*> records;
+    std::vector<std::int32_t> want_ids(places);
+    std::vector<std::int32_t> want_positions(places);
+    std::vector<std::int32_t> want_words(places);
+    std::vector<std::int32_t> want_offsets{0};
+    Ids want_dense(places * shape.ids(), -1);
+    Ids want_compact;
+    for (std::uint64_t row = 0; row < kRows; ++row) {
+        std::int32_t number = 0;
+        for (std::uint64_t at = dice.below(4); at < kTokens && dice.below(5) != 0; at += segments.back().length + dice.below(3)) {
+            const std::uint64_t length = dice.below(std::min<std::uint64_t>(kTokens + 1 - at, 35));
+            segments.push_back({row, at, length});
+            ++number;
+            std::vector<std::int32_t> words(length);
+            for (std::int32_t& word : words) word = static_cast<std::int32_t>(dice.below(1000));
+            const Ids routing = random_ids(dice, length - (length != 0 ? dice.below(2) : 0), shape);
+            const std::uint64_t first = std::min(std::max(token_begin, at) - at, length);
+            const std::uint64_t last = std::max(std::min(std::max(token_end, at) - at, length), first);
+            records.push_back(nullptr);
+            if (row < row_begin || row >= row_end || first == last) continue;
+            const std::uint64_t before = dice.below(first + 1);
+            const std::uint64_t after = dice.below(length - last + 1);
+            pieces.push_back(piece_of(dice, words, routing, first - before, last + after, shape));
+            pieces.back().before = before;
+            pieces.back().after = after;
+            records.back() = &pieces.back().record;
+            for (std::uint64_t token = first; token < last; ++token) {
+                const std::uint64_t place = (row - row_begin) * tokens + at + token - token_begin;
+                want_ids[place] = number;
+                want_positions[place] = static_cast<std::int32_t>(token);
+                want_words[place] = words[token];
+                for (std::uint64_t index = 0; index < shape.ids(); ++index) {
+                    const std::uint64_t from = token * shape.ids() + index;
+                    want_compact.push_back(from < routing.size() ? routing[from] : std::int16_t{-1});
+                    want_dense[place * shape.ids() + index] = want_compact.back();
+                }
+            }
+        }
+        if (row >= row_begin && row < row_end) {
+            want_offsets.push_back(static_cast<std::int32_t>(want_compact.size() / shape.ids()));
+        }
+    }
+    CHECK(segments_fault(segments, kRows, kTokens) == nullptr);
+
+    const std::vector<Cut> cuts = cuts_of(segments, window);
+    CHECK(covered(cuts, records));
+    CHECK(tokens_of(cuts) == want_compact.size() / shape.ids());
+    std::vector<std::int32_t> offsets(want_offsets.size());
+    fill_offsets(raw(offsets), places_of(cuts), row_end - row_begin);
+    CHECK(offsets == want_offsets);
+    const std::vector<Span> padded = padded_spans(cuts, tokens);
+    const std::vector<RoutingSource> sources = routing_of(cuts, records);
+    std::vector<std::int32_t> ids(places);
+    std::vector<std::int32_t> positions(places);
+    std::vector<std::int32_t> words(places);
+    Ids dense(want_dense.size());
+    const SpanField field{raw(words), kWordNbytes, 0, words_of(cuts, records, 1)};
+    for (const Part& part : random_parts(dice, places)) {
+        fill_segment_ids(raw(ids), padded, part);
+        fill_segment_positions(raw(positions), padded, part);
+        fill_spans(field, padded, part);
+        fill_dense_routing(raw(dense), shape, sources, padded, part);
+    }
+    CHECK(ids == want_ids && positions == want_positions && words == want_words && dense == want_dense);
+
+    const std::uint64_t groups = (want_compact.size() / shape.ids() + kGroup - 1) / kGroup + dice.below(2);
+    want_compact.resize(groups * kGroup * shape.ids(), -1);
+    Bytes want_packed;
+    Bytes want_validity;
+    pack_plainly(want_compact, shape, want_packed, want_validity);
+    Bytes packed(want_packed.size());
+    Bytes validity(want_validity.size());
+    for (const Part& part : random_parts(dice, groups)) {
+        fill_packed_routing({packed.data(), validity.data()}, shape, sources, compact_spans(cuts), part);
+    }
+    CHECK(packed == want_packed && validity == want_validity);
+
+    for (Piece& piece : pieces) {
+        // a piece a token short at either end is not taken for whole
+        --piece.record.tokens;
+        CHECK(covered(cuts, records) == (piece.after != 0));
+        ++piece.record.begin;
+        CHECK(covered(cuts, records) == (piece.before != 0));
+        --piece.record.begin;
+        ++piece.record.tokens;
+    }
+}
+
 void check_faults(Dice& dice) {
     const std::uint64_t top_k = 1 + dice.below(8);
     const std::uint64_t count = dice.below(20);
@@ -240,6 +396,7 @@ int main() {
     Dice dice(2);
     for (int round = 0; round < 300; ++round) {
         check_routing(dice);
+        check_window(dice);
         check_faults(dice);
         check_records(dice);
     }

@@ -32,7 +32,7 @@ SOURCES = {
     "slots": ["slots.cpp", "bytes.cpp"],
     "cells": ["cells.cpp"],
     "bytes": ["bytes.cpp", "fill.cpp", "guarded_copy.cpp"],
-    "routing": ["fill.cpp", "parallel.cpp", "record.cpp", "routing.cpp"],
+    "routing": ["fill.cpp", "parallel.cpp", "record.cpp", "routing.cpp", "window.cpp"],
 }
 RUN_DEADLINE_S = 120
 RELAXED = "-U__ATOMIC_{0} -D__ATOMIC_{0}=__ATOMIC_RELAXED"
@@ -63,6 +63,7 @@ CHECKS = (
     Check("slots", MEMORY, "use after free: an unmapped slot", "-DSEED_USE_AFTER_FREE", "heap-use-after-free"),
     Check("routing", THREAD, "race: threads write one another's part", "-DSEED_RACE", "data race"),
     Check("routing", MEMORY, "overrun: packed ids a byte too short", "-DSEED_OVERRUN", "heap-buffer-overflow"),
+    Check("routing", MEMORY, "overrun: a window reads past a piece", "-DSEED_SHORT_PIECE", "heap-buffer-overflow"),
     Check("bytes", MEMORY, "overrun: a field a byte too short", "-DSEED_OVERRUN", "heap-buffer-overflow"),
     Check("bytes", MEMORY, "use after free: segments", "-DSEED_USE_AFTER_FREE", "heap-use-after-free"),
     Check("bytes", MEMORY, "undefined: signed overflow", "-DSEED_OVERFLOW", "signed integer overflow"),

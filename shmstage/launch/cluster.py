@@ -6,7 +6,9 @@ import contextlib
 import importlib.util
 import os
 import secrets
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from shmstage.errors import MissingExtraError, RunFailedError, SettingsError, Sh
 #: of one local raylet; its object store holds what is fetched ahead, in /dev/shm
 LOCAL_NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
 #: Ray's own words are for its log files, not between ours
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
 _LOOK_S = 0.1
 
 Look = Callable[[], None]
@@ -33,7 +35,7 @@ class Died:
 
 
 def need_ray() -> None:
-    """Raises ``MissingExtraError``. Imports nothing: Ray takes its switches from the environment when it is imported."""
+    """Raises ``MissingExtraError``. Imports nothing: Ray reads its switches from the environment on import."""
     if importlib.util.find_spec("ray") is None:
         raise MissingExtraError("shmstage launch needs Ray; pip install 'shmstage[ray]'")
 
@@ -52,8 +54,9 @@ def cluster(address: str | None, hosts: int | None) -> Iterator[Cluster]:
         if address is None and "ray" not in sys.modules:  # one that is imported has made up its mind
             token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
             stack.enter_context(_environment(token))
-        import ray
+        import ray as imported
 
+        ray: Any = imported
         local = None
         if address is None:
             local = _LocalNodes(hosts or 2)
@@ -92,9 +95,10 @@ class _LocalNodes:
     def __init__(self, hosts: int) -> None:
         from ray.cluster_utils import Cluster as RayCluster
 
-        self._cluster: Any = RayCluster(
-            initialize_head=True, head_node_args={**LOCAL_NODE, "include_dashboard": False}, shutdown_at_exit=True
-        )
+        # sockets and logs of Ray's, gone with the cluster: a short path, for the sockets in it
+        self._directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        head = {**LOCAL_NODE, "include_dashboard": False, "temp_dir": self._directory}
+        self._cluster: Any = RayCluster(initialize_head=True, head_node_args=head, shutdown_at_exit=True)
         self.address = str(self._cluster.address)
         try:
             for _ in range(hosts - 1):
@@ -108,6 +112,7 @@ class _LocalNodes:
 
     def close(self) -> None:
         self._cluster.shutdown()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 @final

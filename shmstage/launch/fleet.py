@@ -10,8 +10,10 @@ from typing import Any, final
 from shmstage.errors import PeerLostError, ShmstageError, by_name
 from shmstage.launch.cluster import Cluster, Died, Look
 from shmstage.launch.gang import Ended
+from shmstage.launch.processes import end_processes
 from shmstage.launch.ray_actors import AgentActor, StoreActor
 from shmstage.launch.supervisor import Ending, ending_of
+from shmstage.memory.identity import namespace_word
 from shmstage.settings import Settings
 from shmstage.transport.peers_file import Door, HostPeers
 
@@ -21,6 +23,8 @@ WAIT_S = 1.0
 HOST_TIMEOUT_S = 20.0
 #: a store is asked this often whether it is there
 PING_S = 1.0
+#: Ray is asked this often which of its nodes are alive; what runs on a dead one lives a little longer
+NODES_S = 2.0
 #: an actor that is asked for the last time
 CLOSE_S = 10.0
 
@@ -88,6 +92,7 @@ class Fleet:
         self._given = dict(given)
         self._clock = clock
         self._hosts = [_Host(rank, f"host {rank}") for rank in range(hosts)]
+        self._nodes_at = 0.0
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -171,7 +176,7 @@ class Fleet:
 
     def poll(self) -> list[Ended]:
         """Who has ended since the last call. Never waits long."""
-        ended: list[Ended] = []
+        ended = self._poll_nodes()
         for host in self._hosts:
             if not host.is_lost:
                 ended += self._poll_agent(host)
@@ -191,11 +196,8 @@ class Fleet:
             ended = calls[host.rank] not in late and not isinstance(self._answer_or_died(calls[host.rank]), Died)
             self._cluster.kill(host.agent)
             host.agent = None
-            if not ended and host.store is not None:  # an agent that is dead could not end its trainer
-                processes = [
-                    (told["pid"], told["start_ticks"]) for told in (host.facts, host.trainer) if "start_ticks" in told
-                ]
-                self._cluster.wait([host.store.clean_up.remote(processes)], CLOSE_S, lambda: None)
+            if not ended:  # an agent that is dead could not end its trainer
+                self._end_processes(host)
 
     # --- the end of the launch ---------------------------------------------------------------------------------
 
@@ -244,6 +246,14 @@ class Fleet:
             )
         return answers
 
+    def _end_processes(self, host: _Host) -> None:
+        """What is left of a host's agent and trainer, by whoever sees its processes."""
+        left = [(told["pid"], told["start_ticks"]) for told in (host.facts, host.trainer) if "start_ticks" in told]
+        if host.facts.get("namespace") == namespace_word():
+            end_processes(left)
+        elif host.store is not None:
+            self._cluster.wait([host.store.clean_up.remote(left)], CLOSE_S, lambda: None)
+
     def _lives(self, store: Any) -> bool:
         call = store.ping.remote()
         return not self._cluster.wait([call], WAIT_S, lambda: None) and self._answer_or_died(call) is True
@@ -254,6 +264,16 @@ class Fleet:
         host.store, host.store_facts = None, {}
 
     # --- hearing -----------------------------------------------------------------------------------------------
+
+    def _poll_nodes(self) -> list[Ended]:
+        if self._clock() < self._nodes_at + NODES_S:
+            return []
+        self._nodes_at = self._clock()
+        alive = set(self._cluster.alive_nodes())
+        dead = [host for host in self._hosts if not host.is_lost and host.facts and host.facts["node"] not in alive]
+        for host in dead:
+            host.is_lost = True
+        return [self._died("host", host, "is lost: its Ray node is dead") for host in dead]
 
     def _poll_agent(self, host: _Host) -> list[Ended]:
         answer = self._answered(host, host.waiting)

@@ -15,6 +15,7 @@ from typing import final
 from shmstage.errors import SettingsError, ShmstageError
 from shmstage.launch.processes import Child
 from shmstage.memory.identity import read_start_ticks
+from shmstage.memory.names import run_hash
 from shmstage.records import failure_path, read_failure, read_json
 from shmstage.transport.curve import new_keys
 from shmstage.transport.endpoints import runtime_dir
@@ -42,6 +43,7 @@ class HostTrainer:
 
     def __init__(
         self,
+        run: str,
         run_file: Path,
         *,
         rank: int,
@@ -58,7 +60,7 @@ class HostTrainer:
         self.ended = threading.Event()
         self._directory = directory
         self._keys = new_keys()
-        tag = f"{rank}-{secrets.token_hex(6)}"
+        tag = f"{_tag(run, rank)}-{secrets.token_hex(6)}"
         self._peers_file = runtime_dir() / f"trainer-{tag}.json"
         self._endpoint_file = runtime_dir() / f"endpoint-{tag}.json"
         self._door: Door | None = None
@@ -77,6 +79,9 @@ class HostTrainer:
             ]  # fmt: skip
             with _signals_open():
                 self._child = Child(ROLE, arguments, directory / f"{ROLE}.log", environment=environment)
+        except SettingsError:
+            self._remove_files()
+            raise
         except OSError as error:
             self._remove_files()
             raise SettingsError(f"{name}: the trainer cannot be started in {directory}: {error.strerror}") from None
@@ -111,6 +116,7 @@ class HostTrainer:
                 found = read_json(self._endpoint_file, "start anew")
                 if found.get("pid") == self._child.pid:
                     self._door = Door(str(found["endpoint"]), self._keys.public)
+                    self._remove_files()  # read by now: a secret lies about no longer than it must
         return self._door
 
     def _watch(self) -> None:
@@ -121,6 +127,16 @@ class HostTrainer:
     def _remove_files(self) -> None:
         for file in (self._peers_file, self._endpoint_file):
             file.unlink(missing_ok=True)
+
+
+def remove_left_files(run: str, rank: int) -> None:
+    """What an agent of this host that was killed could not remove; its trainer is dead, too."""
+    for file in runtime_dir().glob(f"*-{_tag(run, rank)}-*.json"):
+        file.unlink(missing_ok=True)
+
+
+def _tag(run: str, rank: int) -> str:
+    return f"{run_hash(run)}-{rank}"
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from shmstage.launch.gang import Again, Ended, Gang, Over, Verdict
 from shmstage.launch.host_environment import forwarded
 from shmstage.launch.metrics_server import Metrics, serving
 from shmstage.launch.processes import Child
-from shmstage.launch.run_directory import LAUNCHER, claimed
+from shmstage.launch.run_directory import LAUNCHER, RAY_LOG, claimed
 from shmstage.launch.single_host import Progress, Stop, complete_summary, only_one, stop_signals
 from shmstage.launch.step_follower import StepFollower
 from shmstage.launch.supervisor import ending_of
@@ -58,6 +58,7 @@ def launch(
         stack.enter_context(only_one(settings.run))
         metrics = stack.enter_context(serving(settings, say))
         out = stack.enter_context(claimed(settings))
+        stack.enter_context(_rays_words(out))
         rays = stack.enter_context(cluster(address, hosts))
         stop = stack.enter_context(stop_signals())
         metrics.begin()
@@ -77,6 +78,17 @@ def launch(
             write_failure(out, LAUNCHER, failure)
             raise failure
         return complete_summary(out, run.gang.restarts, sorted(leaked), time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _rays_words(out: Path) -> Iterator[None]:
+    """Ray prints what its raylets tell to standard output, which is for the summary: it goes to a file of its own."""
+    try:
+        log = (out / RAY_LOG).open("a", encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"{out / RAY_LOG}: {error.strerror}; choose another --out") from None
+    with log, contextlib.redirect_stdout(log):
+        yield
 
 
 @contextlib.contextmanager

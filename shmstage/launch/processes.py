@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import final
+
+from shmstage.memory.identity import read_start_ticks
 
 #: less than this is free: a log may be empty because nothing could be written
 DISK_FULL_NBYTES = 64 << 10
@@ -84,3 +89,23 @@ class Child:
         if code is None:
             return "is still running"
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def end_processes(processes: Iterable[tuple[int, int]], timeout_s: float = 5.0) -> None:
+    """Kill those that are still there, by pid and start time, and wait until they have let go of what they held."""
+    alive = [(pid, start_ticks) for pid, start_ticks in processes if _is_alive(pid, start_ticks)]
+    for pid, _ in alive:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + timeout_s
+    while any(_is_alive(*each) for each in alive) and time.monotonic() < deadline:
+        threading.Event().wait(0.02)
+
+
+def _is_alive(pid: int, start_ticks: int) -> bool:
+    """A zombie, which nobody may have reaped yet, holds nothing any more."""
+    if not start_ticks or read_start_ticks(pid) != start_ticks:
+        return False
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    return False

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import threading
 import time
@@ -23,7 +22,8 @@ from shmstage.launch import source_share, store_commands
 from shmstage.launch.door import Door, Speaker
 from shmstage.launch.host_agent import HostAgent
 from shmstage.launch.host_environment import child_environment, environment_of
-from shmstage.launch.host_trainer import HostTrainer
+from shmstage.launch.host_trainer import HostTrainer, remove_left_files
+from shmstage.launch.processes import end_processes
 from shmstage.launch.trajectory_store import TrajectoryStore
 from shmstage.memory.identity import ProcessIdentity, namespace_word, read_start_ticks
 from shmstage.memory.names import owned_objects
@@ -34,8 +34,8 @@ from shmstage.transport.zmq import ZmqServerChannel
 
 log = logging.getLogger(__name__)
 
-#: an agent that hears nothing from its launcher for so long is on its own: its gang has been given up
-ORPHANED_S = 60.0
+#: an agent that hears nothing from its launcher for so long, and cannot reach the head of the cluster, is cut off
+CUT_OFF_S = 30.0
 _LOOK_S = 1.0
 
 Numbers = npt.NDArray[np.int64]
@@ -104,6 +104,7 @@ class AgentActor(_Actor):
         facts = self._facts()
         settings = self._settings
         sweep(settings.run)
+        remove_left_files(settings.run, self._rank)
         self._identity = ProcessIdentity.create(settings.run, "agent")
         self._agent = HostAgent(
             settings, rank=self._rank, hosts=self._hosts, name=self._name, epoch=self._epoch, identity=self._identity,
@@ -115,6 +116,7 @@ class AgentActor(_Actor):
             channel, doors[name] = self._bound(self._allowed)
             self._open.append(Door(f"{self._name} {name}", channel, speaker, self._agent.welcome, self._agent.commands))
         self._heard_at = time.monotonic()
+        self._head = _head_address()
         threading.Thread(target=self._watch_launcher, name="orphan watch", daemon=True).start()
         with socket.socket() as free:
             free.bind((self._address, 0))
@@ -128,8 +130,8 @@ class AgentActor(_Actor):
         out = self._settings.out_dir
         environment = child_environment(os.environ, environment_of(os.getppid()), self._given)
         self._trainer = HostTrainer(
-            out / "run.json", rank=self._rank, hosts=self._hosts, name=self._name, epoch=self._epoch,
-            coordinator=coordinator, bind=self._address, allowed=self._allowed,
+            self._settings.run, out / "run.json", rank=self._rank, hosts=self._hosts, name=self._name,
+            epoch=self._epoch, coordinator=coordinator, bind=self._address, allowed=self._allowed,
             directory=out / "hosts" / str(self._rank) if self._rank else out, environment=environment,
         )  # fmt: skip
 
@@ -162,9 +164,13 @@ class AgentActor(_Actor):
             sweep(self._settings.run)  # who was cut short could not tidy up
 
     def _watch_launcher(self) -> None:
-        while time.monotonic() - self._heard_at < ORPHANED_S:
+        """Of a launcher that is dead Ray ends the actors; of one that is cut off it takes minutes to notice.
+
+        Its gang has been given up by then, and this part of it would keep its memory and its devices.
+        """
+        while time.monotonic() - self._heard_at < CUT_OFF_S or _answers(self._head):
             threading.Event().wait(_LOOK_S)
-        log.warning("%s: the launcher has not been heard for %g s: the gang is ended here", self._name, ORPHANED_S)
+        log.warning("%s: neither launcher nor head can be reached: the gang is ended here", self._name)
         try:
             self.end(0.0, 0.0)
         finally:
@@ -206,11 +212,8 @@ class StoreActor(_Actor):
 
     def clean_up(self, processes: list[tuple[int, int]]) -> list[str]:
         """End what a dead agent left here, by pid and start time; returns what is in shared memory before a sweep."""
-        for pid, start_ticks in processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if start_ticks and read_start_ticks(pid) == start_ticks:
-                    os.kill(pid, signal.SIGKILL)
-                    _wait_until_gone(pid, start_ticks)
+        end_processes(processes)
+        remove_left_files(self._settings.run, self._rank)
         left = owned_objects(self._settings.run)
         sweep(self._settings.run)
         return left
@@ -226,12 +229,19 @@ class StoreActor(_Actor):
             self._store.close()
 
 
-def _wait_until_gone(pid: int, start_ticks: int, timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while read_start_ticks(pid) == start_ticks and time.monotonic() < deadline:
-        if Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z":
-            return  # nobody reaps it, but its memory and its locks are gone
-        threading.Event().wait(0.02)
+def _head_address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK_S).close()
+    except OSError:
+        return False
+    return True
 
 
 @final

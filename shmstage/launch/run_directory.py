@@ -31,8 +31,11 @@ ROLES = ("orchestrator", "trainer")
 LAUNCHER = "launcher"
 #: below it a directory per host but the first, whose trainer writes into OUT itself
 HOSTS = "hosts"
+#: what Ray would print
+RAY_LOG = "ray.log"
 STALE_ON_FRESH_START = (
     "steps.jsonl", "trainer_calls.jsonl", *(f"{role}.log" for role in ROLES), "weights.json", "hooks.jsonl",
+    RAY_LOG,
 )  # fmt: skip
 STALE_DIRECTORIES = ("state", EVENTS, "profile", HOSTS)
 FILES = (

@@ -12,12 +12,15 @@ from shmstage.wire.messages import Hello
 
 T = TypeVar("T")
 
+#: before a request is sent again: frames are lost only where a connection breaks, and a wait for a slot may be long
+RETRY_S = 10.0
+
 
 @final
 class Doors:
     """``names`` of the hosts, as they stand in errors, in the order of the channels. Used by one thread at a time.
 
-    Takes the channels over. ``stop`` is asked every 0.1 s of a wait and ends it with ``StoppedError``.
+    Takes the channels over. ``stop``, settable, is asked every 0.1 s of a wait and ends it with ``StoppedError``.
     """
 
     def __init__(self, what: str, names: Sequence[str], channels: Sequence[Channel]) -> None:
@@ -45,7 +48,7 @@ class Doors:
 
     def call(self, host: int, command: str, arguments: dict[str, Any], *, timeout_s: float) -> Answer:
         """Ask one host."""
-        result = self._named(host, lambda client: client.call(command, arguments, timeout_s=timeout_s))
+        result = self._named(host, lambda client: client.call(command, arguments, timeout_s=timeout_s, retry_s=RETRY_S))
         return Answer(result, f"{self.who(host)}, {command}")
 
     def each(self, command: str, arguments: Sequence[dict[str, Any]], *, timeout_s: float) -> list[Answer]:
@@ -58,7 +61,7 @@ class Doors:
             for host, mine in enumerate(arguments)
         ]
         results = [
-            self._named(host, lambda client, call=call: client.finish(call, timeout_s=timeout_s))  # type: ignore[misc]
+            self._named(host, lambda client, call=call: client.finish(call, timeout_s=timeout_s, retry_s=RETRY_S))  # type: ignore
             for host, call in enumerate(begun)
         ]
         return [Answer(result, f"{self.who(host)}, {command}") for host, result in enumerate(results)]

@@ -88,17 +88,8 @@ class FleetPacker:
         asked = named | {"aux": self._aux, "layout_id": self._layout_id, "timeout_s": self._slot_timeout_s}
         told = self._parts_told(plan)
         parts = told or self._parts(plan, references)
-        known = told is not None and self._remembered
-        self._doors.stop = stop
         begun_ns = time.monotonic_ns()
-        answers = self._doors.each(
-            "pack", [asked | (_keyed(part) if known and part.plan else _spelled(part)) for part in parts],
-            timeout_s=self._answer_timeout_s,
-        )  # fmt: skip
-        for host, part in enumerate(parts):
-            if answers[host].any("unknown_plan"):  # told of so long ago that it is forgotten
-                again = asked | _spelled(part)
-                answers[host] = self._doors.call(host, "pack", again, timeout_s=self._answer_timeout_s)
+        answers = self._packed(asked, parts, known=told is not None and self._remembered, stop=stop)
         published_ns = time.monotonic_ns()
         handles = [self._checked(host, answer, named, rows) for host, answer in enumerate(answers)]
         handle = Handle(
@@ -118,6 +109,23 @@ class FleetPacker:
     def free_slot_count(self) -> int:
         """Of the host with the fewest, after it packed last."""
         return self._free_slots
+
+    def _packed(
+        self, asked: Mapping[str, Any], parts: Sequence[Part], *, known: bool, stop: Callable[[], bool]
+    ) -> list[Answer]:
+        """``known``: the agents were told of these parts, and need not be told again."""
+        before, self._doors.stop = self._doors.stop, stop
+        try:
+            said = [{**asked, **(_keyed(part) if known and part.plan else _spelled(part))} for part in parts]
+            answers = self._doors.each("pack", said, timeout_s=self._answer_timeout_s)
+            for host, part in enumerate(parts):
+                if answers[host].any("unknown_plan"):  # told so long ago that it is forgotten
+                    again = {**asked, **_spelled(part)}
+                    answers[host] = self._doors.call(host, "pack", again, timeout_s=self._answer_timeout_s)
+            return answers
+        finally:
+            if self._aux:  # what else goes by these doors is not cut short; telling ahead is, as packing was
+                self._doors.stop = before
 
     def _parts(self, plan: PlannedMicrobatch, references: Mapping[int, TrajectoryReference]) -> list[Part]:
         return [part_of(plan, references, window) for window in self._windows]

@@ -170,6 +170,8 @@ class FleetSite:
             for host in range(len(self._names))
         ]
         self._pools = self._auxes.each("open_pool", each, timeout_s=settings.call_timeout_s)
+        # from now on a stop cuts no wait short: the step that is open is brought to its end
+        self._auxes.stop = self._feeds.stop = lambda: False
 
     def connect(self, *, again: bool) -> Connection:
         layouts = self._layouts.all

@@ -77,6 +77,8 @@ class FleetSource:
 
     def groups_of_pass(self, pass_number: int, cursor: int) -> Iterator[ReferenceGroup]:
         """Groups number ``cursor``, ``cursor + 1``, ... of that pass."""
+        # whoever trains stops in good order, and says so by ``stop_reading``
+        self._stores.stop = lambda: self._stopped
         for share in self._shares:
             share.ready.clear()
             share.reached, share.ended = cursor, False

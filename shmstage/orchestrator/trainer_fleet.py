@@ -69,8 +69,10 @@ class TrainerFleet:
         self._silence_s = silence_s
         self._events = FleetEvents(self._names, book)
         self._number = 0
-        #: a stage that failed on one host, or whose answer never came: not to be left on any
+        #: a stage that failed on one host: not to be left on any
         self._left_behind = ""
+        #: a stage whose answer never came: some hosts have it, some may not
+        self._unanswered = ""
         self._waker = _Waker()
         self._woken = False
 
@@ -110,15 +112,16 @@ class TrainerFleet:
         if command in UNPREPARED or arguments.get("discard") is True:
             return combined(command, self._names, self.each(command, arguments, timeout_s))
         if command == "restore_checkpoint":
-            self._left_behind = ""  # it drops every stage
+            self._left_behind = self._unanswered = ""  # it drops every stage
         self._drop_left_behind(timeout_s)
         own = [self._own(host, arguments) for host in range(len(self._clients))]
         request_id = named_by(arguments)[2]
         self._number += 1
         stages = command == "stage_fwd_bwd"
         phases = TwoPhases(
-            f"{command} {request_id}".rstrip(), self._names, drops=stages, compares=command != "restore_checkpoint"
-        )
+            f"{command} {request_id}".rstrip(), self._names, drops=stages, compares=command != "restore_checkpoint",
+            overlooks=self._unanswered.partition("@")[0],
+        )  # fmt: skip
         prepare = [{"command": command, "arguments": each, "sequence": self._number} for each in own]
         asked: dict[Phase, list[tuple[str, dict[str, Any]]]] = {
             Phase.PREPARE: [("prepare", each) for each in prepare],
@@ -127,10 +130,12 @@ class TrainerFleet:
         }
         while phases.phase is not Phase.OVER:
             if stages and phases.phase is Phase.COMMIT:
-                self._left_behind = request_id  # unless what follows says that it is not
+                self._unanswered = request_id  # unless what follows says otherwise
             self._ask(phases, asked[phases.phase], timeout_s)
-        if not phases.left_behind:
-            self._left_behind = ""
+        if phases.error is None or phases.error.from_peer:
+            used_up = command == "fwd_bwd" and phases.error is None and request_id == self._unanswered
+            self._unanswered = "" if stages or used_up else self._unanswered
+        self._left_behind = request_id if phases.left_behind else ""
         if phases.error is not None:
             raise phases.error from phases.error.__cause__
         return self._as_one(command, request_id, phases.results)
@@ -236,7 +241,8 @@ class TrainerFleet:
     def _answer(self, host: int, pending: PendingCall | None) -> Outcome | None:
         assert pending is not None, "a call that was not begun has its outcome"
         try:
-            return self._clients[host].answer(pending) or self._silent(host, pending.describe())
+            result = self._clients[host].answer(pending)
+            return self._silent(host, pending.describe()) if result is None else result
         except StoppedError:
             raise
         except ShmstageError as error:

@@ -1,7 +1,10 @@
 """One command for several hosts, decided apart from doing: what is asked of whom, and what the answers mean.
 
     prepare ──all accept, same state──▶ commit ──all did it──▶ over
-       └──anything else──▶ over          └──a stage that failed on one──▶ drop ──▶ over
+       └──anything else──▶ over          └──a stage that a host failed at──▶ drop ──▶ over
+
+A stage without an answer is not dropped: where it arrived its slot is given back, and only the stage holds F now. It is
+used up by the call that sends F whole, which uploads on the other hosts.
 
 Pure: no socket, thread or clock. Whoever has the sockets asks what ``phase`` says and puts answers into ``gathering``.
 """
@@ -65,21 +68,25 @@ class Gathering:
 class TwoPhases:
     """``what`` names the command in errors. ``drops``: it is a stage, which is dropped everywhere if it fails on one.
 
-    ``compares``: the hosts' states must be equal before it runs; not for what ends every difference.
+    ``compares``: the hosts' states must be equal before it runs; not for what ends every difference. ``overlooks``: a
+    micro-batch (``2.0``) that may be staged on some hosts and not on others.
     """
 
-    def __init__(self, what: str, names: Sequence[str], *, drops: bool = False, compares: bool = True) -> None:
+    def __init__(
+        self, what: str, names: Sequence[str], *, drops: bool = False, compares: bool = True, overlooks: str = ""
+    ) -> None:
         self.phase = Phase.PREPARE
         self.gathering = Gathering(len(names))
         #: what the command returned, by host
         self.results: list[Result] = []
         self.error: ShmstageError | None = None
-        #: a stage may be left on a host
+        #: a stage that failed may be left on a host
         self.left_behind = False
         self._what = what
         self._names = tuple(names)
         self._drops = drops
         self._compares = compares
+        self._overlooks = overlooks
 
     def answered(self) -> None:
         """``gathering`` holds the answers to this phase: on to the next one, if nobody is waited for any more."""
@@ -92,7 +99,8 @@ class TwoPhases:
         elif self.phase is Phase.COMMIT:
             self.error = commit_error(self._what, self._names, outcomes, keeps_class=self._drops)
             self.results = [outcome for outcome in outcomes if not isinstance(outcome, ShmstageError)]
-            self._enter(Phase.DROP if self.error is not None and self._drops else Phase.OVER)
+            failed = self._drops and self.error is not None and self.error.from_peer
+            self._enter(Phase.DROP if failed else Phase.OVER)
         else:
             self._dropped(outcomes)
             self._enter(Phase.OVER)
@@ -106,7 +114,8 @@ class TwoPhases:
         error = refusal(self._what, self._names, outcomes)
         if error is not None or not self._compares:
             return error
-        difference = differing(states_of(self._names, outcomes), self._names)
+        states = [self._overlooking(state) for state in states_of(self._names, outcomes)]
+        difference = differing(states, self._names)
         if not difference:
             return None
         error = TrainerError(
@@ -115,6 +124,10 @@ class TwoPhases:
         )
         error.from_peer = True  # they have answered, and nothing is under way: what is trained can be saved
         return error
+
+    def _overlooking(self, state: Result) -> Result:
+        staged = str(state.get("staged")).partition(",")[0]
+        return {**state, "staged": None} if self._overlooks and staged == self._overlooks else state
 
     def _dropped(self, outcomes: Sequence[Outcome]) -> None:
         failed = [name for name, o in zip(self._names, outcomes, strict=True) if isinstance(o, ShmstageError)]

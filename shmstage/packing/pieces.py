@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -26,7 +26,7 @@ import xxhash
 
 from shmstage import _native
 from shmstage.errors import ProtocolError, TrajectoryError, shown
-from shmstage.packing.fields import ROUTING, WORD_FIELDS
+from shmstage.packing.fields import ROUTING, WORD_FIELDS, TokenField
 from shmstage.packing.held_routing import HeldRouting
 from shmstage.packing.reference import RoutingShape
 from shmstage.packing.routing import GROUP
@@ -43,6 +43,8 @@ _ENTRY_NBYTES = _HASH_NBYTES + _ENTRY.size
 _LINE = 64
 _WORD_NBYTES = 4
 _MANDATORY = sum(1 << number for number, row in enumerate(WORD_FIELDS) if not row.optional)
+#: of optional fields; routing is told by its shape
+_BITS = {row.source: 1 << number for number, row in enumerate(WORD_FIELDS)} | {ROUTING.source: 0}
 _MAX_TOKENS = (1 << 31) - 1
 _MAX_BITS = 15
 _MAX_NAME_NBYTES = 4 * MAX_ID_CHARACTERS
@@ -63,11 +65,6 @@ class _Entry(NamedTuple):
     bits: int
 
     @property
-    def optional(self) -> frozenset[str]:
-        rows = (row for number, row in enumerate(WORD_FIELDS) if row.optional and self.present >> number & 1)
-        return frozenset((*(row.source for row in rows), *((ROUTING.source,) if self.layers else ())))
-
-    @property
     def routed_here(self) -> int:
         """Tokens of the span that have routing."""
         return max(min(self.end, self.routed) - self.begin, 0)
@@ -75,26 +72,25 @@ class _Entry(NamedTuple):
     @property
     def groups(self) -> tuple[int, int]:
         """First and last of the groups that the span's packed routing lies in."""
-        first = self.begin // GROUP
-        return first, -(-(self.begin + self.routed_here) // GROUP) if self.routed_here else first
-
-    @property
-    def routing_nbytes(self) -> int:
-        if not self.bits:
-            return self.routed_here * self.layers * self.top_k * 2
-        first, last = self.groups
-        return (last - first) * self.layers * (self.top_k * self.bits + 1)
+        first, routed = self.begin // GROUP, self.routed_here
+        return first, -(-(self.begin + routed) // GROUP) if routed else first
 
     def places(self, at: int, name_nbytes: int) -> tuple[list[tuple[int, int]], int]:
-        """Offset and size of every array of a block that begins at `at`, and where the block ends."""
+        """Begin and end of every array of a block that begins at `at`, and where the block ends."""
         at = _line(at + name_nbytes + 1)
-        sizes = [(self.end - self.begin) * _WORD_NBYTES] * self.present.bit_count()
-        if self.layers:
-            sizes.append(self.routing_nbytes)
         found = []
-        for size in sizes:
-            found.append((at, size))
-            at = _line(at + size)
+        nbytes = (self.end - self.begin) * _WORD_NBYTES
+        for _ in range(self.present.bit_count()):
+            found.append((at, at + nbytes))
+            at = _line(at + nbytes)
+        if self.layers:
+            if self.bits:
+                first, last = self.groups
+                nbytes = (last - first) * self.layers * (self.top_k * self.bits + 1)
+            else:
+                nbytes = self.routed_here * self.layers * self.top_k * 2
+            found.append((at, at + nbytes))
+            at = _line(at + nbytes)
         return found, at
 
 
@@ -103,23 +99,47 @@ class _Entry(NamedTuple):
 class Piece:
     """Tokens `begin` to `end` of a trajectory, in memory that belongs to the buffer it came in.
 
-    `length` and `routing` are of the whole trajectory, `nbytes` of the arrays that are here.
+    `digest`, `length` and `routing` are of the whole trajectory, `nbytes` of the arrays that are here.
     """
 
     trajectory_id: str
-    digest: bytes
-    length: int
-    begin: int
-    end: int
-    experts: int
-    optional: frozenset[str]
-    routing: RoutingShape | None
-    nbytes: int
-    #: for the fill; `begin` in it too
-    record: _native.TrajectoryRecord = field(repr=False)
-    #: of every field that is here, and bits an id takes where routing is packed
-    _arrays: dict[str, Bytes] = field(repr=False)
-    _bits: int = field(repr=False)
+    #: where they lie, for the fill; holds them
+    record: _native.TrajectoryRecord
+    _entry: _Entry
+    _arrays: list[Bytes]
+
+    @property
+    def digest(self) -> bytes:
+        return self._entry.digest
+
+    @property
+    def length(self) -> int:
+        return self._entry.length
+
+    @property
+    def begin(self) -> int:
+        return self._entry.begin
+
+    @property
+    def end(self) -> int:
+        return self._entry.end
+
+    @property
+    def experts(self) -> int:
+        return self._entry.experts
+
+    @property
+    def optional(self) -> frozenset[str]:
+        return frozenset(row.source for row in _rows(self._entry) if row.optional)
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        entry = self._entry
+        return RoutingShape((entry.routed, entry.layers, entry.top_k)) if entry.layers else None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self._arrays))
 
 
 def encoded_nbytes(trajectories: Sequence[Trajectory], spans: Iterable[Sequence[int]]) -> int:
@@ -149,12 +169,11 @@ def encode_pieces(trajectories: Sequence[Trajectory], spans: Iterable[Sequence[i
     for number, (trajectory, entry, name, block) in enumerate(zip(trajectories, entries, names, blocks, strict=True)):
         begin, end, places = block
         out[begin : begin + len(name)] = np.frombuffer(name, np.uint8)
-        for (offset, size), parts in zip(places, _arrays_of(trajectory, entry), strict=True):
+        for (offset, last), parts in zip(places, _arrays_of(trajectory, entry), strict=True):
             for part in parts:
                 out[offset : offset + len(part)] = part
                 offset += len(part)
-                size -= len(part)
-            assert size == 0, "a piece's array is not as large as its entry says"
+            assert offset == last, "a piece's array is not as large as its entry says"
         packed = _ENTRY.pack(*entry)
         at = _HEADER_NBYTES + number * _ENTRY_NBYTES
         out[at : at + _ENTRY_NBYTES] = np.frombuffer(_hash(packed, out[begin:end]) + packed, np.uint8)
@@ -188,18 +207,15 @@ def verify_whole(piece: Piece) -> bool:
     if (piece.begin, piece.end) != (0, piece.length):
         return False
     hasher = xxhash.xxh3_128()
-    for row in (*WORD_FIELDS, ROUTING):
-        found = piece._arrays.get(row.source)
-        if found is None:
-            continue
+    for row, found in zip(_rows(piece._entry), piece._arrays, strict=True):
         if row is not ROUTING:
             hash_array(hasher, row, (piece.length,), found)
             continue
         assert piece.routing is not None
         dense: npt.NDArray[Any] = found
-        if piece._bits:
+        if piece._entry.bits:
             dense = np.empty(piece.routing.shape, np.int16)
-            _native.unpack_routing(dense, found, *piece.routing.shape[1:], piece._bits)
+            _native.unpack_routing(dense, found, *piece.routing.shape[1:], piece._entry.bits)
         hash_array(hasher, row, piece.routing.shape, dense)
     if hasher.digest() != piece.digest:
         raise ProtocolError(
@@ -207,6 +223,12 @@ def verify_whole(piece: Piece) -> bool:
             f"{piece.digest.hex()}"
         )
     return True
+
+
+def _rows(entry: _Entry) -> list[TokenField]:
+    """The fields that are here, in order."""
+    words = [row for number, row in enumerate(WORD_FIELDS) if entry.present >> number & 1]
+    return [*words, ROUTING] if entry.layers else words
 
 
 def _line(nbytes: int) -> int:
@@ -232,9 +254,9 @@ def _entry(trajectory: Trajectory, begin: int, end: int) -> _Entry:
         raise TrajectoryError(
             f"trajectory {trajectory.trajectory_id!r}: tokens {begin} to {end} of {trajectory.length} were asked for"
         )
-    present = sum(
-        1 << number for number, row in enumerate(WORD_FIELDS) if not row.optional or row.source in trajectory.optional
-    )
+    present = _MANDATORY
+    for name in trajectory.optional:
+        present |= _BITS[name]
     routing = trajectory.routing
     routed, layers, top_k = (0, 0, 0) if routing is None else routing.shape
     bits = routing.bits if isinstance(routing, HeldRouting) else 0
@@ -278,58 +300,47 @@ def _count(whole: Bytes) -> int:
 def _piece(whole: Bytes, number: int, count: int, at: int) -> tuple[Piece, int]:
     """The piece whose block begins at `at`, and where that ends."""
     # up to a 0, whatever the entry says: it has a name for what is wrong with it
-    name, *ended = whole[at : at + _MAX_NAME_NBYTES + 1].tobytes().split(b"\0", 1)
-    who = f"piece {number} of {count}, trajectory {shown(name.decode(errors='replace'), MAX_ID_CHARACTERS)}"
+    name, ended, _ = whole[at : at + _MAX_NAME_NBYTES + 1].tobytes().partition(b"\0")
     begin = _HEADER_NBYTES + number * _ENTRY_NBYTES
-    packed = whole[begin + _HASH_NBYTES : begin + _ENTRY_NBYTES].tobytes()
-    entry = _Entry(*_ENTRY.unpack(packed))
-    if not ended or not entry.begin <= entry.end <= entry.length <= _MAX_TOKENS or entry.bits > _MAX_BITS:
-        raise ProtocolError(f"{who}: the entry was damaged on its way")
-    places, end = entry.places(at, len(name))
-    if end > len(whole):
-        raise ProtocolError(f"{who}: {end - at} bytes from byte {at} on, in a buffer of {len(whole)}")
-    if _hash(packed, whole[at:end]) != whole[begin : begin + _HASH_NBYTES].tobytes():
-        raise ProtocolError(f"{who}: its bytes were damaged on their way")
-    _check(entry, who)
+    head = whole[begin : begin + _ENTRY_NBYTES].tobytes()
     try:
+        if not ended:
+            raise ValueError("its id was damaged on its way")
+        entry = _Entry._make(_ENTRY.unpack_from(head, _HASH_NBYTES))
+        if not entry.begin <= entry.end <= entry.length <= _MAX_TOKENS or entry.bits > _MAX_BITS:
+            raise ValueError("its entry was damaged on its way")
+        places, end = entry.places(at, len(name))
+        if end > len(whole):
+            raise ValueError(f"{end - at} bytes from byte {at} on, in a buffer of {len(whole)}")
+        if _hash(head[_HASH_NBYTES:], whole[at:end]) != head[:_HASH_NBYTES]:
+            raise ValueError("its bytes were damaged on their way")
+        _check(entry)
         return _made(whole, entry, name.decode(), places), end
-    except (ValueError, TypeError, OverflowError) as error:  # of the name too
-        raise ProtocolError(f"{who}: {error}") from None
+    except (ValueError, TypeError, OverflowError) as error:  # native code's and the name's too
+        who = shown(name.decode(errors="replace"), MAX_ID_CHARACTERS)
+        raise ProtocolError(f"piece {number} of {count}, trajectory {who}: {error}") from None
 
 
-def _check(entry: _Entry, who: str) -> None:
-    """What an honest sender never gets wrong."""
+def _check(entry: _Entry) -> None:
+    """What an honest sender never gets wrong. Raises ``ValueError``."""
     known = (1 << len(WORD_FIELDS)) - 1
     if entry.present & ~known or entry.present & _MANDATORY != _MANDATORY:
-        raise ProtocolError(f"{who}: fields {entry.present:#x}, of which {_MANDATORY:#x} are mandatory")
+        raise ValueError(f"fields {entry.present:#x}, of which {_MANDATORY:#x} are mandatory")
     if entry.layers and entry.top_k:
         fits = entry.routed in (entry.length, entry.length - 1) and entry.experts <= MAX_EXPERTS
     else:
         fits = not (entry.layers or entry.top_k or entry.routed or entry.experts or entry.bits)
     if not fits:
         shape = [entry.routed, entry.layers, entry.top_k]
-        raise ProtocolError(f"{who}: routing of shape {shape}, experts = {entry.experts}, for {entry.length} tokens")
+        raise ValueError(f"routing of shape {shape}, experts = {entry.experts}, for {entry.length} tokens")
 
 
 def _made(whole: Bytes, entry: _Entry, name: str, places: list[tuple[int, int]]) -> Piece:
-    arrays: dict[str, Bytes] = {}
-    words: list[Bytes | None] = [None] * len(WORD_FIELDS)
-    here = iter(places)
-    for number, row in enumerate(WORD_FIELDS):
-        if entry.present >> number & 1:
-            offset, size = next(here)
-            words[number] = arrays[row.source] = whole[offset : offset + size]
-    routing = None
-    if entry.layers:
-        offset, size = next(here)
-        arrays[ROUTING.source] = found = whole[offset : offset + size]
-        routing = (found, entry.routed_here, entry.layers, entry.top_k, entry.bits)
+    arrays = [whole[begin:end] for begin, end in places]
+    here = iter(arrays)
+    words = [next(here) if entry.present >> number & 1 else None for number in range(len(WORD_FIELDS))]
+    routing = (next(here), entry.routed_here, entry.layers, entry.top_k, entry.bits) if entry.layers else None
     record = _native.TrajectoryRecord(
         entry.end - entry.begin, words, routing, experts=entry.experts, begin=entry.begin
     )
-    return Piece(
-        trajectory_id=name, digest=entry.digest, length=entry.length, begin=entry.begin, end=entry.end,
-        experts=entry.experts, optional=entry.optional,
-        routing=RoutingShape((entry.routed, entry.layers, entry.top_k)) if entry.layers else None,
-        nbytes=sum(size for _, size in places), record=record, _arrays=arrays, _bits=entry.bits,
-    )  # fmt: skip
+    return Piece(name, record, entry, arrays)

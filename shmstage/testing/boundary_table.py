@@ -12,7 +12,7 @@ Call = str
 
 #: what the trainer receives besides, outside the boundary's contract
 OUTSIDE = (
-    *("hello", "info", "compile", "restore_checkpoint", "get_step_timing", "release_weight_sync", "shutdown"),
+    *("hello", "info", "compile", "ranges", "restore_checkpoint", "get_step_timing", "release_weight_sync", "shutdown"),
     "eval_step",  # how many there are is the evaluation bundle's business
 )
 

@@ -3,7 +3,8 @@
 A frame's name says what travels, the same at both ends:
 
     hello · welcome · refusal · ping · pong · ack · bytes (nothing of ours)
-    request CALL · reply CALL        CALL = command and what it is of: ``fwd_bwd 1.2``, ``get_metrics 3``, ``update``
+    request CALL · reply CALL        CALL = command and what it is of: ``fwd_bwd 1.2``, ``get_metrics 3``, ``update``;
+                                     of a fleet also ``prepare fwd_bwd 1.2``
     token KIND STEP.INDEX · ticket KIND STEP
 """
 
@@ -132,7 +133,12 @@ class FrameNames:
 
 
 def call_name(command: str, arguments: Mapping[str, Any]) -> str:
-    """A call in words: ``fwd_bwd 1.2``, ``save_checkpoint 3``, ``apply_deferred_update``. Never raises ours."""
+    """A call in words: ``fwd_bwd 1.2``, ``save_checkpoint 3``, ``apply_deferred_update``. Never raises ours.
+
+    What a fleet asks first is ``prepare fwd_bwd 1.2``.
+    """
+    if command == "prepare" and isinstance(arguments.get("arguments"), dict):
+        return f"prepare {call_name(str(arguments.get('command')), arguments['arguments'])}"
     if "handle" in arguments:
         try:
             handle = handle_from_wire(arguments["handle"])

@@ -126,7 +126,8 @@ class OptionalMethods(Protocol):
         """Issue the upload of one micro-batch's host arrays; ``jax.device_put`` where there is none.
 
         Returns at once. ``views`` lie in the slot and are read until the arrays are ready, and never afterwards. Asked
-        only if none of ``shardings`` is on the host's own devices, for micro-batches to be trained.
+        only if none of ``shardings`` is on the host's own devices, for micro-batches to be trained, and by a trainer of
+        one host.
         """
 
     def settle(self, upto: int) -> Mapping[int, jax.Array] | None:

@@ -79,6 +79,11 @@ class OptaxEngine:
     ) -> None:
         self._mesh = mesh
         self._spans_hosts = mesh is not None and spans_processes(mesh)
+        if jax.process_count() > 1 and not self._spans_hosts:
+            raise EngineError(
+                f"this trainer spans {jax.process_count()} hosts, and the engine's mesh {mesh} one of them; give "
+                "OptaxEngine a mesh of the devices of all (jax.devices()) and a batch_spec"
+            )
         self._batch_spec = batch_spec
         loss_fn = self._loss_fn = self._decoding(loss_fn)
         if replay_loss_fn is not None:

@@ -259,7 +259,6 @@ def compile_uses(given: Arguments, stepper: Stepper) -> tuple[dict[str, Any], li
 
 
 def _facts_of(handle: Handle) -> str:
-    final_mark = " final" if handle.is_final else ""
-    return (
-        f"{handle.step}.{handle.index}{final_mark}, digest {handle.digest.hex()}, {handle.loss_tokens} loss tokens"
-    )
+    """The micro-batch's name comes first, up to the comma."""
+    kind = "final" if handle.is_final else "not final"
+    return f"{handle.step}.{handle.index}, {kind}, digest {handle.digest.hex()}, {handle.loss_tokens} loss tokens"

@@ -92,7 +92,7 @@ def every_order(hosts: int, phases: int) -> Iterator[list[tuple[int, ...]]]:
     return (list(each) for each in itertools.product(itertools.permutations(range(hosts)), repeat=phases))
 
 
-@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("hosts", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drops", [False, True])
 def test_nothing_runs_anywhere_unless_all_accept_in_the_same_state(hosts: int, drops: bool) -> None:
     done = ("does it",) * hosts
@@ -125,7 +125,7 @@ def test_nothing_runs_anywhere_unless_all_accept_in_the_same_state(hosts: int, d
             assert f"{NAMES[odd]} it is" not in ended.text
 
 
-@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("hosts", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_fails_on_one_after_all_accepted_names_it_and_what_the_others_did(hosts: int) -> None:
     accepted = ("accepts",) * hosts
     for whats in itertools.product(COMMITTED, repeat=hosts):
@@ -152,7 +152,7 @@ def test_what_fails_on_one_after_all_accepted_names_it_and_what_the_others_did(h
             assert "did it" in ended.text
 
 
-@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("hosts", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_stage_that_fails_on_one_is_dropped_on_all(hosts: int) -> None:
     accepted = ("accepts",) * hosts
     for committed, dropped in itertools.product(
@@ -168,10 +168,11 @@ def test_a_stage_that_fails_on_one_is_dropped_on_all(hosts: int) -> None:
         if set(committed) == {"does it"}:
             assert ended.asked == (Phase.PREPARE, Phase.COMMIT) and ended.kind is None
             continue
-        assert ended.asked == (Phase.PREPARE, Phase.COMMIT, Phase.DROP)
-        assert ended.left_behind == ("is silent" in dropped)
-        assert ended.from_peer == ("raises" in committed and "is dead" not in committed)
-        if ended.from_peer:
+        failed = "raises" in committed and "is dead" not in committed
+        assert ended.from_peer == failed
+        assert ended.asked == (Phase.PREPARE, Phase.COMMIT, *([Phase.DROP] if failed else []))
+        assert ended.left_behind == (failed and "is silent" in dropped)
+        if failed:
             assert ended.kind is StaleHandleError, "a stage keeps the class of what it failed with"
 
 
@@ -188,6 +189,15 @@ def test_states_need_not_agree_for_what_ends_every_difference() -> None:
         phases.gathering.heard(host, answer(what, host))
     phases.answered()
     assert phases.phase is Phase.COMMIT
+
+
+def test_a_stage_that_only_some_have_is_overlooked_and_no_other() -> None:
+    for overlooks, goes_on in (("4.0", True), ("4.1", False), ("", False)):
+        phases = TwoPhases("update", NAMES[:2], overlooks=overlooks)
+        for host, staged in enumerate((None, "4.0, final, digest aa, 3 loss tokens")):
+            phases.gathering.heard(host, {"state": STATE | {"staged": staged}})
+        phases.answered()
+        assert (phases.phase is Phase.COMMIT) is goes_on, overlooks
 
 
 def test_a_stop_is_told_before_anything_else() -> None:

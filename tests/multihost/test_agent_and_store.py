@@ -326,7 +326,8 @@ class Hosts:
         arguments = {
             "step": 1, "index": 0, "is_final": True, "aux": aux, "loss_tokens": 7,
             "layout_id": layout_of(window.rows, window.tokens).layout_id, "segments": 3,
-            "digest": microbatch_digest(planned, self.references), "timeout_s": 10.0, **self.part(planned, rank), **changes,
+            "digest": microbatch_digest(planned, self.references), "timeout_s": 10.0,
+            **self.part(planned, rank), **changes,
         }  # fmt: skip
         client = self.auxes[rank] if aux else self.feeds[rank]
         return client.call("pack", arguments, timeout_s=20.0)

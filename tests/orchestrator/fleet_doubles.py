@@ -154,6 +154,8 @@ class DoubleAgent:
 
     def __init__(self, run: str, rank: int, stores: Sequence[DoubleStore]) -> None:
         self.pool: Pool | None = None
+        self.forgets = False
+        self.refuses_pool: ShmstageError | None = None
         self.remembered: dict[bytes, tuple[bytes, bytes]] = {}
         self.spoil: Callable[[dict[str, Any]], None] = lambda answer: None
         self._run = run
@@ -185,6 +187,8 @@ class DoubleAgent:
 
     def _open(self, given: Mapping[str, Any]) -> dict[str, Any]:
         self._close_pool()
+        if self.refuses_pool is not None:
+            raise self.refuses_pool
         layouts = [Layout.from_wire(wire) for wire in given["layouts"]]
         self._windows = {layout.layout_id: Window(*w) for layout, w in zip(layouts, given["windows"], strict=True)}
         pool = self.pool = Pool.create(
@@ -203,7 +207,7 @@ class DoubleAgent:
             raise ProtocolError("no pool")
         plan, digests = given["plan"], given["digests"]
         if "plan_key" in given:
-            if given["plan_key"] not in self.remembered:
+            if self.forgets or given["plan_key"] not in self.remembered:
                 return {"unknown_plan": True}
             plan, digests = self.remembered.pop(given["plan_key"])
         part = read_part(plan, digests, self._windows[given["layout_id"]])
@@ -266,6 +270,3 @@ class DoubleHosts:
 
     def __exit__(self, *about: object) -> None:
         self._stack.close()
-
-
-__all__ = ["DoubleAgent", "DoubleDoor", "DoubleHosts", "DoubleStore", "ShmstageError"]

@@ -135,6 +135,8 @@ class DoubleFleet:
     ) -> None:
         self.hosts = DoubleHosts(run, groups, len(windows), **store)
         self.trainers: list[DoubleHostTrainer] = []
+        #: to agents and stores, of the newest session
+        self.counted: list[MemoryChannel] = []
         self._run, self._windows, self._tiles = run, windows, tiles
         self._stores = [MemoryStore() for _ in windows]
 
@@ -152,11 +154,12 @@ class DoubleFleet:
 
     def channels(self) -> FleetChannels:
         agents, stores = self.hosts.agents, self.hosts.stores
+        feeds, auxes = [agent.feed.connect() for agent in agents], [agent.aux.connect() for agent in agents]
+        shares = [store.door.connect() for store in stores]
+        self.counted = [*feeds, *auxes, *shares]
         return FleetChannels(
-            self.hosts.names, [trainer.connect() for trainer in self.trainers],
-            [agent.feed.connect() for agent in agents], [agent.aux.connect() for agent in agents],
-            [store.door.connect() for store in stores],
-        )  # fmt: skip
+            self.hosts.names, [trainer.connect() for trainer in self.trainers], feeds, auxes, shares
+        )
 
     def __enter__(self) -> DoubleFleet:
         return self

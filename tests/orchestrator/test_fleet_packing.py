@@ -100,9 +100,12 @@ def packed(packer: FleetPacker, planned: Planned, index: int = 0) -> Handle:
 # --- what comes in ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
-@given(groups=group_lists(), chosen=plan_settings, count=st.integers(1, 3), order=st.sampled_from(["arrival", "prompt_batch"]),
-       sized=st.booleans(), data=st.data())  # fmt: skip
+@given(
+    groups=group_lists(), chosen=plan_settings, count=st.integers(1, 3), sized=st.booleans(), data=st.data(),
+    order=st.sampled_from(["arrival", "prompt_batch"]),
+)  # fmt: skip
 def test_a_fleets_input_is_planned_as_one_hosts_from_any_cursor_in_any_pass(
     groups: list[Group], chosen: PlanSettings, count: int, order: Any, sized: bool, data: st.DataObject
 ) -> None:
@@ -199,7 +202,8 @@ def test_slots_hold_what_one_host_would_have_in_its_own(windows: Sequence[Window
             handle = packed(packer, fleet, index)
             assert handle.digest == microbatch_digest(local.plan, trajectories)
             assert handle.loss_tokens == sum(t.loss_tokens for t in trajectories.values())
-            for agent, window, part in zip(hosts.agents, windows, orchestrator.book.parts(handle.request_id), strict=True):
+            parts = orchestrator.book.parts(handle.request_id)
+            for agent, window, part in zip(hosts.agents, windows, parts, strict=True):
                 assert agent.pool is not None
                 reader = PoolReader.attach(agent.pool.name, run_id=RUN, epoch=1)
                 reader.register(layout)

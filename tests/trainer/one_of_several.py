@@ -18,15 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from trainer.packed_by_seed import packed_layout, packed_microbatch
 from trainer.rig import Rig, microbatch, rigged
 from trainer.test_poison import poison
 
 from shmstage.demo.engine import make_engine
+from shmstage.errors import EngineError
 from shmstage.memory.layout import Layout
 from shmstage.testing.engines import toy_layout, toy_logps, toy_loss
-from shmstage.trainer.distributed import join
+from shmstage.trainer.distributed import join, said_by_first
 from shmstage.trainer.host_copy import host_copy
 from shmstage.trainer.optax_engine import OptaxEngine
 from shmstage.trainer.ranges import ranges_of
@@ -79,7 +80,8 @@ class Host:
         several = self.whole if jax.process_count() > 1 else None
         local = Layout.of(specs, self.whole.late_names)
         with rigged(
-            lambda: self.engine, opened=False, aux_slots=1, layout=local, whole=several, content=self.part, verify="full",
+            lambda: self.engine, opened=False, aux_slots=1, layout=local, whole=several, content=self.part,
+            verify="full",
         ) as rig:  # fmt: skip
             assert rig.call("ranges", layout=self.whole.to_wire()) == self.told
             yield rig
@@ -152,6 +154,21 @@ def begun(rig: Rig) -> None:
     assert first.ok, first.error
 
 
+def refused() -> list[str]:
+    """What is said about parameters of which each host has a part, and about an engine that does not span the hosts."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    weights = jax.make_array_from_callback(
+        (32,), NamedSharding(mesh, PartitionSpec("data")), lambda index: np.zeros(32, np.float32)[index]
+    )
+    said = []
+    for params, over in (({"b": jnp.zeros(()), "w": weights}, mesh), ({"b": jnp.zeros(()), "w": jnp.zeros(32)}, None)):
+        try:
+            OptaxEngine(toy_loss, params, optax.sgd(1e-2), over, PartitionSpec("data"))
+        except EngineError as error:
+            said.append(str(error))
+    return said
+
+
 def main() -> None:
     rank, hosts, port = map(int, sys.argv[1:4])
     what, *directories, output = sys.argv[4:]
@@ -167,6 +184,9 @@ def main() -> None:
                 else:
                     begun(rig)
                     found[case] = trained(rig, host)
+    if hosts > 1:
+        found["refused"] = refused()
+        found["agreed"] = [said_by_first("test", [3, 9][rank]), said_by_first("test", [None, 1][rank])]
     Path(output).write_text(json.dumps(found))
 
 

@@ -18,16 +18,21 @@ from shmstage.trainer.optax_engine import OptaxEngine
 
 MESH = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 SPECS = {"rows": PartitionSpec("data"), "tokens": PartitionSpec(None, "data")}
+TILES = {"rows": (2, 1), "tokens": (1, 2)}
 
 
-def trained(encoding: str, spec: PartitionSpec) -> list[Any]:
+def trained(encoding: str, spec: PartitionSpec, tiles: tuple[int, int] | None = None) -> list[Any]:
     params = {"w": np.random.default_rng(0).standard_normal((LAYERS, TOP_K, EXPERTS)).astype(np.float32)}
     engine = OptaxEngine(loss, params, optax.adam(1e-2), MESH, spec)
     digests = []
     for seed in range(3):
-        arrays = batch(seed, encoding)
+        arrays = batch(seed, encoding, tiles)
         layout = Layout.of({name: (str(array.dtype), array.shape) for name, array in arrays.items()})
-        placed = jax.device_put(arrays, dict(engine.shardings(layout)))
+        shardings = engine.shardings(layout)
+        if tiles is not None:
+            parts = shardings["routed_experts_packed"].shard_shape(arrays["routed_experts_packed"].shape)
+            assert parts[:2] == (1, 1), "a device has more than its tile"
+        placed = jax.device_put(arrays, dict(shardings))
         digests.append(decoded_digest(placed))
         engine.fwd_bwd(placed)
         engine.update()
@@ -36,7 +41,10 @@ def trained(encoding: str, spec: PartitionSpec) -> list[Any]:
 
 def main() -> None:
     found = {
-        name: {encoding: trained(encoding, spec) for encoding in ("dense", "ragged", "ragged_packed")}
+        name: {
+            **{encoding: trained(encoding, spec) for encoding in ("dense", "ragged", "ragged_packed")},
+            "tiles": trained("ragged_packed", spec, TILES[name]),
+        }
         for name, spec in SPECS.items()
     }
     json.dump({"devices": len(jax.devices()), **found}, sys.stdout)

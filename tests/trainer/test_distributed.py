@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def environment(devices: int, cache: Path) -> dict[str, str]:
+def environment(devices: int) -> dict[str, str]:
+    """Of a process on a host; what one has compiled the next need not."""
+    cache = Path(tempfile.gettempdir()) / f"shmstage-test-xla-{os.getpid()}"
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
     return {
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
@@ -52,7 +58,7 @@ def run(what: str, *directories: Path, hosts: int) -> list[Found]:
                 started.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "trainer.one_of_several", *arguments], cwd=TESTS,
-                        env=environment(2, place.parent / "cache"), stdout=stream, stderr=subprocess.STDOUT,
+                        env=environment(2), stdout=stream, stderr=subprocess.STDOUT,
                     )
                 )  # fmt: skip
         codes = [process.wait(DEADLINE_S) for process in started]
@@ -132,6 +138,20 @@ def test_ranges_and_tiles_follow_the_mesh(both: list[Found]) -> None:
 
 def test_the_first_host_alone_writes_checkpoints(both: list[Found]) -> None:
     assert [[found[case]["wrote"] for case in CASES] for found in both] == [[True] * 3, [False] * 3]
+
+
+def test_what_no_host_has_whole_and_what_does_not_span_the_hosts_is_refused_when_the_engine_is_made(
+    both: list[Found],
+) -> None:
+    for found in both:
+        parts, one = found["refused"]
+        assert "w [32]" in parts
+        assert "no host has all of it; replicate it over the hosts" in parts
+        assert "spans 2 hosts" in one
+
+
+def test_all_do_what_the_first_one_says(both: list[Found]) -> None:
+    assert [found["agreed"] for found in both] == [[3, None], [3, None]]
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

@@ -63,7 +63,7 @@ class Host:
                     sys.executable, "-m", "shmstage.trainer", "--lifeline", "--settings", settings.model_dump_json(),
                     "--peers-file", str(self.directory / "peers.json"),
                 ],
-                stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment(2, out / "cache"),
+                stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment(2),
             )  # fmt: skip
         self.client: Client | None = None
         self.pool: Pool | None = None
@@ -130,22 +130,26 @@ def session(stack: ExitStack, members: list[Host]) -> None:
         assert resolved(*reply).ok
 
 
-def send(host: Host, step: int) -> dict[str, Any]:
+def begin(host: Host, step: int) -> Any:
+    """Send a micro-batch of one step; a program that spans hosts may keep its dispatcher until all have begun it."""
     assert host.pool is not None and host.local is not None and host.client is not None
     slot = host.pool.acquire(host.local, timeout_s=DEADLINE_S)
     for name, values in packed_microbatch(WHOLE, step).items():
         slot.views[name][...] = values[4 * host.rank : 4 * host.rank + 4]
-        del values
     handle = slot.publish(step=step, index=0, is_final=True)
-    del slot
-    return call(host.client, "fwd_bwd", handle=handle_to_wire(handle))
+    return host.client.begin("fwd_bwd", {"handle": handle_to_wire(handle)})
+
+
+def train(members: list[Host], step: int) -> None:
+    for host, begun in [(host, begin(host, step)) for host in members]:
+        assert host.client is not None
+        assert host.client.finish(begun, timeout_s=START_S)["updated"] is True
 
 
 def test_two_trainers_train_as_one_and_leave_nothing(tmp_path: Path) -> None:
     with hosts(tmp_path) as members, ExitStack() as stack:
         session(stack, members)
-        for host in members:
-            assert send(host, 1)["updated"] is True
+        train(members, 1)
         replies = [(host.client, call(host.client, "get_metrics", step=1)) for host in members]
         first, second = (resolved(*reply).value for reply in replies)
         assert first == second
@@ -167,12 +171,11 @@ def test_two_trainers_train_as_one_and_leave_nothing(tmp_path: Path) -> None:
 def test_the_survivor_of_a_killed_peer_trains_nothing_more_and_ends_with_its_lifeline(tmp_path: Path) -> None:
     with hosts(tmp_path) as (survivor, victim), ExitStack() as stack:
         session(stack, [survivor, victim])
-        for host in (survivor, victim):
-            send(host, 1)
+        train([survivor, victim], 1)
         resolved(survivor.client, call(survivor.client, "get_metrics", step=1))
         victim.process.send_signal(signal.SIGKILL)
         victim.process.wait()
-        send(survivor, 2)
+        begin(survivor, 2)
         assert survivor.process.stdin is not None
         survivor.process.stdin.close()
         assert survivor.process.wait(20.0) in (130, -signal.SIGABRT)

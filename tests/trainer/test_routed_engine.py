@@ -27,10 +27,10 @@ pytestmark = pytest.mark.slow
 EXPERTS, LAYERS, TOP_K = 12, 3, 2
 
 
-def batch(seed: int, encoding: str) -> dict[str, jax.Array]:
+def batch(seed: int, encoding: str, tiles: tuple[int, int] | None = None) -> dict[str, jax.Array]:
     arrays = routed_arrays(seed, rows=4, tokens=16, layers=LAYERS, top_k=TOP_K, experts=EXPERTS)
     if encoding != "dense":
-        arrays = encode_routing(arrays, encoding, experts=EXPERTS)
+        arrays = encode_routing(arrays, encoding, experts=EXPERTS, tiles=tiles)
     return {name: jnp.array(array) for name, array in arrays.items()}
 
 
@@ -110,4 +110,5 @@ def test_a_mesh_gives_the_bits_of_dense_too() -> None:
     for spec in ("rows", "tokens"):
         assert found[spec]["ragged"] == found[spec]["dense"]
         assert found[spec]["ragged_packed"] == found[spec]["dense"]
+        assert found[spec]["tiles"] == found[spec]["dense"]
         assert found[spec]["dense"][2] == 1, "compiled again"

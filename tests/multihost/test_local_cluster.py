@@ -1,0 +1,167 @@
+"""`shmstage launch --local-cluster`: several raylets on this machine, everything real; what dies is started anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import finish, run_json, start
+
+from shmstage.errors import MissingExtraError
+from shmstage.launch import cluster
+
+OPTIONS = (
+    "--steps",
+    "6",
+    "--checkpoint-every",
+    "2",
+    "--boundary",
+    "staged_before_update",
+    "--restart-backoff-s",
+    "0.1",
+)
+LOCAL = ("launch", "--local-cluster", "--hosts", "2")
+DEADLINE_S = 200.0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("launched") / "out"
+    return run_json(*LOCAL, *OPTIONS, "--out", str(out), cwd=out.parent)
+
+
+def lines_in(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_until(process: subprocess.Popen[str], so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not so():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+def hosts_of(out: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((out / "run.json").read_text())["hosts"]
+    return found
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_hosts_train_what_one_does(undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    alone = run_json("run", *OPTIONS, "--out", str(tmp_path / "out"), cwd=tmp_path)
+    for name in ("digests", "denominators", "trajectories", "initial_param_digest", "steps"):
+        assert undisturbed[name] == alone[name], name
+    assert undisturbed["losses"] == pytest.approx(alone["losses"], abs=1e-6)
+    assert undisturbed["hosts"] == 2
+    assert undisturbed["orchestrator_bytes_per_trajectory"] <= 256
+    assert undisturbed["leaked_pools"] == 0
+    assert set(undisturbed["restarts"].values()) == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_status_and_gc_know_a_run_of_several_hosts(undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    status = run_json("status", undisturbed["out"], cwd=tmp_path)["runs"][0]
+    assert status["verdict"]["state"] == "finished"
+    assert run_json("gc", undisturbed["out"], "--dry-run", cwd=tmp_path)["removed"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("role", ["trainer", "agent", "host"])
+def test_a_death_is_named_and_changes_nothing_in_the_result(
+    undisturbed: dict[str, Any], tmp_path: Path, role: str
+) -> None:
+    out = tmp_path / "out"
+    process = start(*LOCAL, *OPTIONS, "--out", str(out), "--json", cwd=tmp_path)
+    try:
+        wait_until(process, lambda: lines_in(out / "steps.jsonl") >= 3)
+        pids = hosts_of(out)[1]["pids"]
+        pid = parent_of(pids["agent"]) if role == "host" else pids[role]
+        os.kill(pid, signal.SIGKILL)
+    finally:
+        code, printed, err = finish(process)
+    assert code == 0, err
+    summary = json.loads(printed)  # one object: nothing of Ray's is on stdout
+    assert summary["param_digest"] == undisturbed["param_digest"]
+    assert summary["digests"] == undisturbed["digests"]
+    assert summary["restarts"] == {**undisturbed["restarts"], role: 1}
+    assert summary["leaked_pools"] == 0
+    said = next(line for line in err.splitlines() if "restarting all from the last checkpoint, 1 of 3" in line)
+    assert said.startswith("host 1 (")
+    assert role == "host" or f"the {role} (pid {pid}) " in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_death_that_is_one_too_many_ends_the_run_and_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = start(*LOCAL, *OPTIONS, "--out", str(out), "--max-restarts", "0", "--json", cwd=tmp_path)
+    try:
+        wait_until(process, lambda: lines_in(out / "steps.jsonl") >= 1)
+        hosts = hosts_of(out)
+        os.kill(hosts[1]["pids"]["store"], signal.SIGKILL)
+    finally:
+        code, printed, _ = finish(process)
+    assert code == 6
+    told = json.loads(printed)["error"]
+    assert told["kind"] == "PeerLostError"
+    assert f"the store (pid {hosts[1]['pids']['store']})" in told["text"] and told["text"].startswith("host 1 (")
+    assert [pid for host in hosts for pid in host["pids"].values() if Path(f"/proc/{pid}").exists()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_an_interrupted_launch_ends_in_good_order_and_can_be_resumed(
+    undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = start(*LOCAL, *OPTIONS, "--out", str(out), cwd=tmp_path)
+    try:
+        wait_until(process, lambda: lines_in(out / "steps.jsonl") >= 3)
+        process.send_signal(signal.SIGINT)
+    finally:
+        code, _, err = finish(process)
+    assert code == 130, err
+    assert "stopped by SIGINT" in err
+    resumed = run_json(*LOCAL, *OPTIONS, "--out", str(out), "--resume", cwd=tmp_path)
+    assert resumed["param_digest"] == undisturbed["param_digest"]
+    assert resumed["leaked_pools"] == 0
+
+
+def test_run_on_one_host_imports_no_ray() -> None:
+    code = (
+        "import sys, shmstage.launch.run_command, shmstage.launch.single_host, shmstage.launch.launch_command\n"
+        "import shmstage.launch.multi_host\n"
+        "assert not [name for name in sys.modules if name.partition('.')[0] == 'ray']\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_without_ray_the_command_to_install_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'shmstage\[ray\]'"), cluster.cluster(None, 2):
+        pass
+
+
+def test_where_to_launch_has_to_be_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    code, _, err = finish(start("launch", "--steps", "1", cwd=tmp_path))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--local-cluster" in err
+    assert finish(start("launch", "--local-cluster", "--hosts", "0", cwd=tmp_path))[0] == 2
+    assert not list(tmp_path.iterdir())
