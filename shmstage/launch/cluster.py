@@ -51,6 +51,8 @@ def cluster(address: str | None, hosts: int | None) -> Iterator[Cluster]:
     need_ray()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment(QUIET))
+        # it tells of dead workers and nodes there, log_to_driver or not; stdout is for the one object of --json
+        stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         if address is None and "ray" not in sys.modules:  # one that is imported has made up its mind
             token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
             stack.enter_context(_environment(token))
