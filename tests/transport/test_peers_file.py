@@ -113,7 +113,8 @@ def edited(value: Any, *path: str | int, to: object) -> Any:
         (("hosts", 2, "feed", "endpoint"), "tcp://10.0.0.3:65536", "is refused"),
         (("hosts", 2, "feed", "endpoint"), "tcp://10.0.0.3:0", "is refused"),
         (("hosts", 2, "aux", "key"), "short", r"hosts\[2\].aux.key 'short' is no public key"),
-        (("client", "secret"), OTHER.secret, "client.public and client.secret are no pair"),
+        pytest.param(
+            ("client", "secret"), OTHER.secret, "client.public and client.secret are no pair", id="no pair"),
         (("client", "secret"), 5, "client.secret is to be str"),
     ],
 )
