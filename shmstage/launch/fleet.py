@@ -115,7 +115,6 @@ class Fleet:
         Raises ``PeerLostError`` naming who is not there within ``start_timeout_s``, ``GangBrokenError`` if one dies,
         and what an agent or a source refuses with.
         """
-        self._cluster.replace_lost_nodes()
         hosts = self._hosts
         for host in hosts:
             host.facts, host.trainer, host.is_lost, host.trainer_ended = {}, {}, False, False
@@ -123,7 +122,12 @@ class Fleet:
             host.agent = self._cluster.agent(
                 host.rank, AgentActor, self._json, host.rank, len(hosts), epoch, self._allowed, self._nonce, self._given
             )
-        for host, facts in zip(hosts, self._opened([host.agent for host in hosts], "agent", look), strict=True):
+
+        def with_nodes() -> None:
+            look()
+            self._cluster.replace_lost_nodes()
+
+        for host, facts in zip(hosts, self._opened([host.agent for host in hosts], "agent", with_nodes), strict=True):
             host.facts, host.name = facts, facts["name"]
         for host in hosts:
             if host.store is None or host.store_facts["node"] != host.facts["node"] or not self._lives(host.store):
@@ -286,6 +290,9 @@ class Fleet:
             host.waiting = _Call(host.agent.wait.remote(WAIT_S), self._clock())
         if answer is not None:
             host.trainer = answer
+            if answer["orphaned"]:
+                host.is_lost = True
+                return [self._died("host", host, "is lost: its raylet is dead")]
             if answer["exit_code"] is not None and not host.trainer_ended:
                 host.trainer_ended = True
                 told = _told(answer["told"])

@@ -96,6 +96,7 @@ class AgentActor(_Actor):
         self._rank, self._hosts, self._epoch, self._allowed, self._given = rank, hosts, epoch, allowed, given
         self._trainer: HostTrainer | None = None
         self._stores = _RayStores(self._settings.call_timeout_s)
+        self._raylet = os.getppid()
         self._open: list[Door] = []
         self._heard_at = time.monotonic()
 
@@ -136,7 +137,10 @@ class AgentActor(_Actor):
         )  # fmt: skip
 
     def wait(self, seconds: float) -> dict[str, Any]:
-        """How the trainer is, after ``seconds`` or as soon as it has ended."""
+        """How the trainer is, after ``seconds`` or as soon as it has ended.
+
+        ``orphaned``: the raylet is dead. Ray ends its workers after a while, and knows the node for dead still later.
+        """
         self._heard_at = time.monotonic()
         if self._trainer is None:
             return {}
@@ -146,7 +150,7 @@ class AgentActor(_Actor):
         told = [type(state.told).__name__, str(state.told)] if state.told is not None else None
         return {
             "pid": state.pid, "start_ticks": state.start_ticks, "door": door, "exit_code": state.exit_code,
-            "how": state.how_it_ended, "told": told,
+            "how": state.how_it_ended, "told": told, "orphaned": os.getppid() != self._raylet,
         }  # fmt: skip
 
     def end(self, patience_s: float, grace_s: float) -> None:
