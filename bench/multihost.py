@@ -35,7 +35,7 @@ from shmstage.budget.sizes import parse_size
 ROWS, LAYERS, TOP_K, EXPERTS, BITS = 32, 48, 8, 128, 7
 #: a token of a trajectory, encoded: six fields of 4 bytes, ids in bits, a bit that says that they are there
 TOKEN_NBYTES = 6 * 4 + LAYERS * (TOP_K * BITS / 8 + 1 / 8)
-MICROBATCHES = 3
+MICROBATCHES = 6
 #: trajectories with routing of their own; all else tells the others apart
 ROUTINGS = 4
 SLOTS = 2

@@ -80,6 +80,7 @@ class HostSide:
         self._settings = Settings.model_validate_json(settings_json)
         self._actors = stores
         self._stores = _Stores(stores)
+        self._reader: PoolReader | None = None
         self._identity = ProcessIdentity.create(self._settings.run, "agent")
         self._agent = HostAgent(
             self._settings, rank=rank, hosts=hosts, name=f"host {rank}", epoch=1, identity=self._identity,
@@ -97,6 +98,7 @@ class HostSide:
 
     def land(self, parts: Sequence[tuple[bytes, bytes]]) -> tuple[float, list[tuple[int, int]], bytes]:
         """Fetch and pack each, wanted ahead as a feeder does: (seconds, bytes by store, the rows' digests)."""
+        assert self._reader is not None
         self._stores.brought = []
         digests = b""
         began = time.monotonic()
@@ -125,11 +127,14 @@ class HostSide:
             nbytes += sum(found.nbytes for found in ray.get(waiting.popleft(), timeout=WAIT_S))
         return time.monotonic() - began, nbytes
 
-    def close(self) -> list[str]:
-        """What is left in shared memory of this host."""
-        self._reader.close()
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
         self._agent.close_pool()
         self._identity.close()
+
+    def left(self) -> list[str]:
+        """What is in this host's shared memory of the run."""
         return owned_objects(self._settings.run)
 
     def _call(self, command: str, **arguments: Any) -> dict[str, Any]:

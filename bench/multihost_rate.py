@@ -71,11 +71,43 @@ def land(agents: list[Any], parts: list[Parts]) -> list[tuple[float, list[tuple[
     return ray.get([agent.land.remote(own) for agent, own in zip(agents, parts, strict=True)])
 
 
+def plain(agents: list[Any], sizes: list[Any]) -> list[tuple[float, int]]:
+    found: list[tuple[float, int]] = ray.get([a.plain.remote(own) for a, own in zip(agents, sizes, strict=True)])
+    return found
+
+
 def measure(what: dict[str, Any]) -> dict[str, Any]:
     settings = Settings.model_validate(what["settings"])
     stores, agents = placed(what, settings)
-    refs = dict(enumerate(references(stores)))
-    plans = planned(settings, refs)
+    try:
+        refs = dict(enumerate(references(stores)))
+        plans = planned(settings, refs)
+        payload_nbytes, parts = opened(settings, agents, plans, refs)
+        warm = land(agents, parts)  # processes, connections and pages that are there from then on
+        check(plans, refs, [digests for _, _, digests in warm], settings.rows // len(agents))
+        sizes = [by_microbatch(brought, len(plans), len(stores)) for _, brought, _ in warm]
+        largest = max(nbytes for own in sizes for each in own for _, nbytes in each)
+        ray.get([store.prepare_plain.remote(largest) for store in stores])
+        plain(agents, sizes)
+        rounds = []
+        for number in range(what["rounds"]):
+            measured: dict[str, Any] = {}
+            for arm in ("ours", "plain") if number % 2 else ("plain", "ours"):
+                if arm == "ours":
+                    measured[arm] = [(s, sum(n for _, n in brought)) for s, brought, _ in land(agents, parts)]
+                else:
+                    measured[arm] = plain(agents, sizes)
+            rounds.append(measured)
+    finally:
+        ray.get([agent.close.remote() for agent in agents])
+    left = sorted({name for names in ray.get([agent.left.remote() for agent in agents]) for name in names})
+    return {"payload_nbytes": payload_nbytes, "microbatches": len(plans), "rounds": rounds, "left": left}
+
+
+def opened(
+    settings: Settings, agents: list[Any], plans: list[PlannedMicrobatch], refs: dict[int, TrajectoryReference]
+) -> tuple[int, list[Parts]]:
+    """Bytes of a micro-batch in the slots of all hosts, and what each agent is asked for; rows are shared out."""
     hosts, first = len(agents), refs[0]
     rows = settings.rows // hosts
     layers, top_k = first.routing.shape[1:] if first.routing is not None else (0, 0)
@@ -88,26 +120,8 @@ def measure(what: dict[str, Any]) -> dict[str, Any]:
         agent.open.remote(layout.to_wire(), [w.row_begin, w.row_end, w.token_begin, w.token_end], [hosts, 1])
         for agent, w in zip(agents, windows, strict=True)
     ]
-    payload_nbytes = sum(ray.get(opening))
     parts = [[(part.plan, part.digests) for part in (part_of(plan, refs, w) for plan in plans)] for w in windows]
-
-    warm = land(agents, parts)  # processes, connections and pages that are there from then on
-    check(plans, refs, [digests for _, _, digests in warm], rows)
-    sizes = [by_microbatch(brought, len(plans), len(stores)) for _, brought, _ in warm]
-    ray.get([store.prepare_plain.remote(max(n for own in sizes for each in own for _, n in each)) for store in stores])
-    ray.get([agent.plain.remote(own) for agent, own in zip(agents, sizes, strict=True)])
-
-    rounds = []
-    for number in range(what["rounds"]):
-        measured: dict[str, Any] = {}
-        for arm in ("ours", "plain") if number % 2 else ("plain", "ours"):
-            if arm == "ours":
-                measured[arm] = [(s, sum(n for _, n in brought)) for s, brought, _ in land(agents, parts)]
-            else:
-                measured[arm] = ray.get([a.plain.remote(own) for a, own in zip(agents, sizes, strict=True)])
-        rounds.append(measured)
-    left = [name for names in ray.get([agent.close.remote() for agent in agents]) for name in names]
-    return {"payload_nbytes": payload_nbytes, "microbatches": len(plans), "rounds": rounds, "left": left}
+    return sum(ray.get(opening)), parts
 
 
 def by_microbatch(brought: list[tuple[int, int]], microbatches: int, stores: int) -> list[list[tuple[int, int]]]:

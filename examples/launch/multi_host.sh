@@ -11,7 +11,8 @@
 set -euo pipefail
 
 : "${RAY_AUTH_TOKEN:?a secret that all hosts share: export RAY_AUTH_TOKEN=\$(openssl rand -hex 32) on one, copy it}"
-export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
+# Ray would start its workers, and with them the trainers, at nice 15
+export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_worker_niceness=0
 OUT=${OUT:-runs/multi}
 PORT=${PORT:-6379}
 ADDRESS=${ADDRESS:-$(getent hosts "$(hostname)" | awk '{print $1; exit}')}

@@ -31,7 +31,7 @@ SBATCH_OPTIONS = {
 #: write twice), since calls in the background write into the same file
 WRITE_DOWN = r"""printf "%s\0" "${0##*/}" "$@" $'\036' >>"$CALLS" """
 STAND_INS = {
-    "ray": WRITE_DOWN,
+    "ray": '[[ $RAY_AUTH_MODE$RAY_worker_niceness == token0 && $RAY_AUTH_TOKEN ]] || exit 9; ' + WRITE_DOWN,
     "shmstage": WRITE_DOWN,
     "srun": WRITE_DOWN + '; while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "scontrol": WRITE_DOWN + "; seq -f node%g 3",

@@ -36,6 +36,8 @@ QUIET = {
     # no worker is started before it is asked for: each is 100 MB and a second of a core
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
+    # Ray's workers are nice (15), and so would be the trainers that they start, to whatever else is on these cores
+    "RAY_worker_niceness": "0",
 }
 
 

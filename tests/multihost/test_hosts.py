@@ -132,7 +132,7 @@ def test_a_host_that_is_cut_off_and_stays_away_ends_the_run_with_its_name(where:
     need_hosts()
     out = where / "cut"
     with made_hosts(2) as hosts, ray_on(hosts) as cluster:
-        process = start(cluster, out, *SETTINGS, "--steps", "100000", "--start-timeout-s", "10")
+        process = start(cluster, out, *SETTINGS, "--steps", "100000", "--start-timeout-s", "60")
         wait_for_step(process, out, 2)
         hosts.cut(hosts[1])
         code, printed, said = finish(process)
