@@ -65,6 +65,7 @@ class _Actor:
         utilities: Any = ray.util
         self._address = str(utilities.get_node_ip_address())
         self._nonce = nonce
+        self._raylet = os.getppid()
 
     def _facts(self) -> dict[str, Any]:
         """Raises ``SettingsError`` if OUT is not shared."""
@@ -96,7 +97,6 @@ class AgentActor(_Actor):
         self._rank, self._hosts, self._epoch, self._allowed, self._given = rank, hosts, epoch, allowed, given
         self._trainer: HostTrainer | None = None
         self._stores = _RayStores(self._settings.call_timeout_s)
-        self._raylet = os.getppid()
         self._open: list[Door] = []
         self._heard_at = time.monotonic()
 
@@ -208,7 +208,8 @@ class StoreActor(_Actor):
         return {**facts, "doors": {"store": self._door}}
 
     def ping(self) -> bool:
-        return True
+        """False: it is there, but its raylet is dead; Ray ends it after a while."""
+        return os.getppid() == self._raylet
 
     def pieces(self, numbers: Numbers, begins: Numbers, ends: Numbers) -> npt.NDArray[np.uint8]:
         """Ray takes the buffer into its object store, from where the asking host fetches it."""
