@@ -65,6 +65,7 @@ class _Actor:
         utilities: Any = ray.util
         self._address = str(utilities.get_node_ip_address())
         self._nonce = nonce
+        self._raylet = os.getppid()
 
     def _facts(self) -> dict[str, Any]:
         """Raises ``SettingsError`` if OUT is not shared."""
@@ -136,7 +137,10 @@ class AgentActor(_Actor):
         )  # fmt: skip
 
     def wait(self, seconds: float) -> dict[str, Any]:
-        """How the trainer is, after ``seconds`` or as soon as it has ended."""
+        """How the trainer is, after ``seconds`` or as soon as it has ended.
+
+        ``orphaned``: the raylet is dead. Ray ends its workers after a while, and knows the node for dead still later.
+        """
         self._heard_at = time.monotonic()
         if self._trainer is None:
             return {}
@@ -146,7 +150,7 @@ class AgentActor(_Actor):
         told = [type(state.told).__name__, str(state.told)] if state.told is not None else None
         return {
             "pid": state.pid, "start_ticks": state.start_ticks, "door": door, "exit_code": state.exit_code,
-            "how": state.how_it_ended, "told": told,
+            "how": state.how_it_ended, "told": told, "orphaned": os.getppid() != self._raylet,
         }  # fmt: skip
 
     def end(self, patience_s: float, grace_s: float) -> None:
@@ -204,7 +208,8 @@ class StoreActor(_Actor):
         return {**facts, "doors": {"store": self._door}}
 
     def ping(self) -> bool:
-        return True
+        """False: it is there, but its raylet is dead; Ray ends it after a while."""
+        return os.getppid() == self._raylet
 
     def pieces(self, numbers: Numbers, begins: Numbers, ends: Numbers) -> npt.NDArray[np.uint8]:
         """Ray takes the buffer into its object store, from where the asking host fetches it."""

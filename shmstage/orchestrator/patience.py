@@ -39,10 +39,10 @@ class Patience:
         self._stage_wait_began = None
         return True
 
-    def check(self, what: str) -> None:
-        """Raises ``WaitTimeoutError`` if there was no news for ``call_timeout_s``."""
+    def check(self, what: str, details: Callable[[], str] = lambda: "") -> None:
+        """Raises ``WaitTimeoutError`` if there was no news for ``call_timeout_s``; ``details`` end its text."""
         if self._clock() - self._quiet_since > self._call_timeout_s:
             raise WaitTimeoutError(
                 f"nothing from the trainer for {self._call_timeout_s:g} s while waiting for {what}; see its log, "
-                "or raise call_timeout_s"
+                f"or raise call_timeout_s{details()}"
             )

@@ -356,7 +356,8 @@ class Program:
         state = self._schedule.state
         others = self._judging.going_on or self._schedule.waits_for_stage
         if (state.bookkeep or self._heard.tickets) and not others:
-            self._patience.check(f"step {state.bookkeep or state.step} to complete")
+            step = (*state.bookkeep, state.step)[0]
+            self._patience.check(f"step {step} to complete", self._trainer.missing)
 
     def _await_snapshots(self, what: str) -> None:
         deadline = time.monotonic() + self._call_timeout_s
@@ -365,6 +366,6 @@ class Program:
                 names = ", ".join(f"{kind} {key[0]}" for kind, key in self._heard.tickets.values())
                 raise WaitTimeoutError(
                     f"waited {self._call_timeout_s:g} s for {what}; the trainer still holds {names}; see its log, or "
-                    "raise call_timeout_s"
+                    f"raise call_timeout_s{self._trainer.missing()}"
                 )
             self._heard.take(POLL_S)

@@ -69,6 +69,12 @@ class TrainerClient:
         """Token and ticket events in order; waits up to ``timeout_s`` for the first, or until ``wake``."""
         return self._client.events(timeout_s)
 
+    def missing(self) -> str:
+        """Of a trainer that spans hosts, which of them have not told what others have; "" where nothing is known."""
+        missing: Callable[[], list[str]] | None = getattr(self._client, "missing", None)
+        told = missing() if missing is not None else []
+        return f"; missing: {'; '.join(told)}" if told else ""
+
     @property
     def wake(self) -> Callable[[], None]:
         """Makes a waiting ``events`` return; may be called from any thread."""

@@ -20,6 +20,7 @@ from shmstage.errors import (
     WaitTimeoutError,
 )
 from shmstage.orchestrator import trainer_fleet
+from shmstage.orchestrator.trainer_client import TrainerClient
 from shmstage.testing.doubles_trainer import Script
 from shmstage.testing.engines_refusing import RefusingEngine
 from shmstage.testing.fault_plan import Effect, Fault, FaultPlan
@@ -364,6 +365,16 @@ def test_an_upload_that_fails_later_on_one_host_is_told_and_dropped_on_all() -> 
         assert failed.request_id == handle.request_id
         world.client.info()
         assert staged(world) == [None, None]
+
+
+def test_the_hosts_whose_events_are_missing_are_named() -> None:
+    with fleet_of(2, faults={1: never("token update 1.0")}) as world:
+        assert world.client.missing() == ""
+        world.client.fwd_bwd(world.publish(1, 0, final=True), defer_update=False)
+        world.until(lambda e: e.kind == "fwd_bwd")
+        while "; missing: update 1.0 from host 1 (node-1)" not in world.client.missing():
+            world.fleet.events(0.2)
+        assert TrainerClient(world.members[0].client, timeout_s=1.0).missing() == ""
 
 
 def test_a_wake_ends_a_wait_for_events_once() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,11 +22,12 @@ from shmstage.errors import ProtocolError, SettingsError, StoppedError, Trajecto
 from shmstage.memory.handle import Handle
 from shmstage.memory.reader import PoolReader
 from shmstage.orchestrator.doors import Doors
+from shmstage.orchestrator.fleet_late import FleetLateFields
 from shmstage.orchestrator.fleet_packer import FleetPacker
 from shmstage.orchestrator.fleet_source import FleetSource
 from shmstage.orchestrator.handle_book import HandleBook
 from shmstage.orchestrator.intake import Intake, Planned, Upcoming
-from shmstage.packing.fields import microbatch_layout
+from shmstage.packing.fields import OLD_LOGPS, RECOMPUTED, SAMPLER_IS_WEIGHTS, microbatch_layout
 from shmstage.packing.fill import microbatch_digest
 from shmstage.packing.plan import PlanSettings
 from shmstage.packing.trajectory import Group
@@ -60,8 +62,8 @@ class Orchestrator:
         self.book = HandleBook(len(hosts.names))
         self.source = FleetSource(self.stores, told, passes=passes, timeout_s=WAIT_S)
 
-    def open(self, windows: Sequence[Window] = HALVES, slots: int = 3) -> FleetPacker:
-        layout = microbatch_layout(windows[0].rows, windows[0].tokens)
+    def open(self, windows: Sequence[Window] = HALVES, slots: int = 3, late: Sequence[str] = ()) -> FleetPacker:
+        layout = microbatch_layout(windows[0].rows, windows[0].tokens, late=late)
         bounds = [[[w.row_begin, w.row_end, w.token_begin, w.token_end]] for w in windows]
         asked = {"layouts": [layout.to_wire()], "tiles": [2, 1], "slots": slots, "aux_slots": 1}
         self.auxes.each("open_pool", [asked | {"windows": each} for each in bounds], timeout_s=WAIT_S)
@@ -277,6 +279,33 @@ def test_agents_hear_of_plans_before_their_turn_and_of_each_once(
                 # told of before the one before it was packed
                 assert heard.index(("prefetch", plan)) < heard.index(("pack", plans[position - 1]))
         orchestrator.close()
+
+
+def test_each_host_writes_the_late_fields_of_its_own_slot(hosts: DoubleHosts, orchestrator: Orchestrator) -> None:
+    packer = orchestrator.open(late=RECOMPUTED)
+    ahead = hosts.agents[1].pool
+    assert ahead is not None
+    with ahead.acquire(next(iter(ahead.layouts.values())), timeout_s=WAIT_S) as slot:
+        slot.publish()  # so that this host's next one is another slot than host 0's
+    handle = packed(packer, next(iter(Intake(orchestrator.source, PLAN, passes=1))))
+    one, two = parts = orchestrator.book.parts(handle.request_id)
+    assert one.request_id != two.request_id
+    late = FleetLateFields(orchestrator.auxes, orchestrator.book, sampler_is_cap=2.0, timeout_s=WAIT_S)
+    late.before_scoring(handle)
+    written = []
+    for agent, part in zip(hosts.agents, parts, strict=True):
+        assert agent.pool is not None
+        written.append(agent.pool.late_views(part))
+        written[-1][OLD_LOGPS][:] -= 0.5  # as its trainer does
+    patch = late.after_scoring(handle)
+    assert (patch.fields, patch.loss_tokens) == ((*RECOMPUTED,), handle.loss_tokens)
+    digests = []
+    for views in written:
+        np.testing.assert_allclose(views[SAMPLER_IS_WEIGHTS], np.exp(-0.5) * views["completion_mask"], rtol=1e-6)
+        digests.append(xxhash.xxh3_128_digest(views[SAMPLER_IS_WEIGHTS].tobytes()))
+    assert patch.digests == ((SAMPLER_IS_WEIGHTS, xxhash.xxh3_128_hexdigest(b"".join(digests))),)
+    del views
+    written.clear()
 
 
 def test_a_wait_for_a_slot_ends_at_a_stop(

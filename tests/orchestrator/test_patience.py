@@ -48,3 +48,5 @@ def test_silence_beyond_the_call_timeout_names_what_is_waited_for() -> None:
     clock.now = 20.5
     with pytest.raises(WaitTimeoutError, match=r"for 10 s while waiting for step 3 to complete; see its log"):
         it.check("step 3 to complete")
+    with pytest.raises(WaitTimeoutError, match=r"raise call_timeout_s; missing: update 3\.0 from host 1$"):
+        it.check("step 3 to complete", lambda: "; missing: update 3.0 from host 1")

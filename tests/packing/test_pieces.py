@@ -49,6 +49,7 @@ def values_of(piece: Piece) -> dict[str, np.ndarray[Any, Any]]:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=60, derandomize=True, database=None, deadline=None)
 @given(data=st.data(), lengths=st.lists(st.integers(0, 40), max_size=5), seed=st.integers(0, 1 << 20))
 def test_what_comes_out_is_the_span_that_went_in(data: Any, lengths: list[int], seed: int) -> None:

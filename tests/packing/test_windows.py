@@ -88,6 +88,7 @@ def cuts(size: int) -> st.SearchStrategy[list[int]]:
     return st.sets(st.integers(1, size - 1), max_size=3).map(lambda inner: [0, *sorted(inner), size])
 
 
+@pytest.mark.slow
 @MANY
 @given(data=st.data(), seed=st.integers(0, 1 << 20), rows=st.integers(2, 5), tokens=st.integers(9, 40))
 def test_dense_windows_cut_anywhere_are_byte_for_byte_the_whole(data: Any, seed: int, rows: int, tokens: int) -> None:
@@ -108,6 +109,7 @@ def test_dense_windows_cut_anywhere_are_byte_for_byte_the_whole(data: Any, seed:
         assert_same(put_together(parts, len(token_cuts) - 1), filled_whole(plan, trajectories, tokens, layout))
 
 
+@pytest.mark.slow
 @MANY
 @given(
     data=st.data(),
@@ -143,6 +145,7 @@ def test_encoded_windows_of_any_tiles_are_byte_for_byte_what_numpy_makes_of_the_
         assert_same(got, {field.name: want[field.name] for field in in_order.fields})
 
 
+@pytest.mark.slow
 @MANY
 @given(
     lengths=st.lists(st.integers(1, 24), min_size=1, max_size=14),
@@ -167,6 +170,7 @@ def test_the_digest_of_the_rows_is_that_of_the_micro_batch(
             assert digest_of_rows([joined[i : i + 16] for i in range(0, len(joined), 16)]) == want
 
 
+@pytest.mark.slow
 def test_a_long_segment_is_packed_by_several_threads_as_by_one() -> None:
     """Parts of the work begin inside a piece, inside its groups, and are written past the cache."""
     tokens, layers, top_k, experts = 20_000, 24, 8, 300
@@ -297,3 +301,31 @@ def test_tiles_that_do_not_divide_a_micro_batch_are_no_layout() -> None:
             microbatch_layout(4, 8, **routed_layout, encoding=encoding, tiles=(1, 0))
     dense = microbatch_layout(4, 8, **routed_layout)
     assert microbatch_layout(4, 8, **routed_layout, tiles=(2, 2)) == dense
+
+
+def test_a_tile_has_room_for_its_own_tokens_or_for_the_most_that_there_may_be() -> None:
+    routed_layout: Any = {"optional": frozenset({"routing"}), "layers": 3, "top_k": 2, "experts": 16, "tiles": (2, 4)}
+    for limit, groups in [(0, 3), (17, 3), (16, 2), (9, 2), (8, 1)]:
+        packed = microbatch_layout(4, 40, **routed_layout, encoding="ragged_packed", max_real_tokens=limit)
+        shapes = {field.name: field.shape for field in packed.fields}
+        assert shapes["routed_experts_packed"] == (2, 4, groups, 3, 2, 4)
+        assert shapes["routed_experts_validity"] == (2, 4, groups, 3)
+        assert shapes["routed_experts_offsets"] == (2, 4, 3)
+        ragged = microbatch_layout(4, 40, **routed_layout, encoding="ragged", max_real_tokens=limit)
+        assert {f.name: f.shape for f in ragged.fields}["routed_experts_ragged"] == (2, 4, 8 * groups, 3, 2)
+
+
+@pytest.mark.parametrize("encoding", ["dense", "ragged", "ragged_packed"])
+def test_four_hosts_fill_what_one_would(encoding: str) -> None:
+    """One case of what the tests above try many of: cut at tokens that are no multiples of 8."""
+    trajectories = routed([23, 20, 17, 9, 1, 1], 5, optional=OPTIONALS[1], experts=300, held="some")
+    layout: Any = {"optional": OPTIONALS[1], "layers": 3, "top_k": 2, "encoding": encoding, "experts": 300}
+    divided = {} if encoding == "dense" else {"tiles": (1, 1)}
+    (plan,) = planned(trajectories, 4, 26)
+    want = pack_with_numpy(plan, trajectories, 26)
+    if encoding != "dense":
+        want = encode_routing(want, encoding, experts=300, tiles=(2, 2))
+    windows = windows_between([0, 2, 4], [0, 13, 26])
+    got = put_together([filled_window(plan, trajectories, window, {**layout, **divided}) for window in windows], 2)
+    assert_same(got, {name: want[name] for name in got})
+    assert got.keys() == want.keys()

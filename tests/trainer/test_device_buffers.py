@@ -15,6 +15,7 @@ from shmstage.memory.handle import Handle
 from shmstage.memory.layout import Layout
 from shmstage.trainer import aliasing
 from shmstage.trainer.device_buffers import DeviceBuffers
+from shmstage.trainer.placement import Placement
 from shmstage.trainer.tokens import TokenWatcher
 
 LAYOUT = Layout.of({"x": ("float32", (4, 16)), "late": ("float32", (4,))}, late=["late"])
@@ -101,6 +102,39 @@ def test_where_uploads_read_the_slot_the_lease_ends_on_readiness(
     assert lease.log == ["check", "check", "end"]
     lease.views["x"].fill(99)
     assert np.array_equal(batch.take()["x"], np.full((4, 16), 4))
+
+
+@pytest.mark.parametrize("reads_slot", [False, True])
+def test_the_part_of_one_of_several_hosts_goes_either_way_in_one_call(
+    watcher: TokenWatcher, shardings: Shardings, monkeypatch: pytest.MonkeyPatch, reads_slot: bool
+) -> None:
+    if reads_slot:
+        monkeypatch.setattr(aliasing, "aliases_host_memory", lambda shardings: False)
+    calls: list[int] = []
+    device_put = jax.device_put
+
+    def counted(leaves: Any, devices: Any) -> Any:
+        calls.append(len(leaves))
+        return device_put(leaves, devices)
+
+    def own_put(views: Any, shardings: Any) -> Any:
+        raise AssertionError("an engine's own way knows nothing of other hosts")
+
+    monkeypatch.setattr(jax, "device_put", counted)
+    lease, over = Lease(5, offset=4 if reads_slot else 0), threading.Event()
+    spread = Placement(LAYOUT, LAYOUT, shardings).spread
+    assert spread is not None
+    buffers = buffers_of(watcher, put=own_put)
+    batch = buffers.upload(lease, shardings, lambda ready_ns, error: over.set(), spread=spread)
+    assert over.wait(DEADLINE_S)
+    assert lease.log == ["check", "check", "end"]
+    assert calls == [2]
+    for view in (lease.views["x"], lease.late_views["late"]):
+        view.fill(99)  # the slot is free now
+    arrays = batch.take()
+    assert np.array_equal(arrays["x"], np.full((4, 16), 5))
+    assert np.array_equal(arrays["late"], np.full(4, -5))
+    assert arrays["x"].sharding == shardings["x"]
 
 
 def test_where_uploads_read_the_slot_a_stale_one_is_reported(

@@ -52,7 +52,7 @@ def allowed(gate: Gate) -> set[str]:
 
 def test_after_a_start_only_info_compile_restore_and_shutdown_are_accepted() -> None:
     gate = Gate()
-    assert allowed(gate) == {"info", "compile", "restore_checkpoint", "shutdown"} == WHEN_CLOSED
+    assert allowed(gate) == {"info", "compile", "ranges", "restore_checkpoint", "shutdown"} == WHEN_CLOSED
     assert "restore_checkpoint" in refused(gate, GateClosedError, lambda: gate.admit("fwd_bwd"))
 
 

@@ -123,7 +123,7 @@ def test_staging_another_over_an_unused_stage_raises_stage_occupied_error() -> N
 
 # --- which commands when ----------------------------------------------------------------------------------------
 
-ALWAYS = frozenset({"info", "compile", "restore_checkpoint", "shutdown"})
+ALWAYS = frozenset({"info", "compile", "ranges", "restore_checkpoint", "shutdown"})
 
 
 @pytest.mark.parametrize("occasion", ["a trainer start", "a new orchestrator epoch"])

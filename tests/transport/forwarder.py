@@ -42,6 +42,12 @@ class Forwarder:
         with self._changed:
             self._cut.update(end for pair in self._pairs for end in pair)
 
+    def lose(self) -> None:
+        """Closes what stands towards whoever connected; the target is not told."""
+        self.cut()
+        for near, _ in self._pairs:
+            _shut(near)
+
     def reset(self) -> None:
         """Closes what stands."""
         with self._changed:

@@ -373,6 +373,22 @@ def test_connection_that_breaks_is_made_anew_under_the_same_name(server: ZmqServ
         assert channel.recv(WAIT_S) == b"answer"
 
 
+def test_client_that_is_back_before_its_loss_was_noticed_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shmstage.transport.curve.HEARTBEAT_TIMEOUT_MS", 3_600_000)
+    server = ZmqServerChannel.bind_tcp(LOCAL, ServerAuth(SERVER, frozenset([CLIENT.public])))
+    with Forwarder(int(server.endpoint.rsplit(":", 1)[1])) as network:
+        channel = ZmqChannel.connect_tcp(network.endpoint, ClientAuth(SERVER.public, CLIENT))
+        name = exchange(server, channel)
+        network.lose()
+        while (received := sent_until_received(server, channel)) is None:
+            pass
+        assert received[0] == name
+        server.send(name, b"answer")
+        assert channel.recv(WAIT_S) == b"answer"
+        channel.close()
+        server.close()
+
+
 @pytest.mark.slow
 def test_host_that_is_cut_off_is_noticed_by_both_ends_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """No end of a connection is told that the other one's host is gone: without heartbeats both would wait for ever."""
