@@ -170,11 +170,13 @@ class AgentActor(_Actor):
     def _watch_launcher(self) -> None:
         """Of a launcher that is dead Ray ends the actors; of one that is cut off it takes minutes to notice.
 
-        Its gang has been given up by then, and this part of it would keep its memory and its devices.
+        Its gang has been given up by then, and this part of it would keep its memory and its devices. So it is when
+        the raylet that started this process has died: nobody can call it any more, and it would hold its pool.
         """
-        while time.monotonic() - self._heard_at < CUT_OFF_S or _answers(self._head):
+        raylet = os.getppid()
+        while os.getppid() == raylet and (time.monotonic() - self._heard_at < CUT_OFF_S or _answers(self._head)):
             threading.Event().wait(_LOOK_S)
-        log.warning("%s: neither launcher nor head can be reached: the gang is ended here", self._name)
+        log.warning("%s: its raylet is dead, or neither launcher nor head can be reached: ended here", self._name)
         try:
             self.end(0.0, 0.0)
         finally:
@@ -200,6 +202,7 @@ class StoreActor(_Actor):
             share = source_share.share_of(settings, rank, hosts)
             evaluation = source_share.evaluation_share(settings, rank, hosts)
             self._store = TrajectoryStore(settings, share, evaluation, rank, hosts)
+            threading.Thread(target=_end_with_raylet, name="orphan watch", daemon=True).start()
             channel, self._door = self._bound(self._allowed)
             self._open = Door(
                 f"store of {self._name}", channel, Speaker.of(os.getpid()), store_commands.welcome(self._store),
