@@ -64,18 +64,20 @@ def settings_of(run: str, out: Path, payload_nbytes: int) -> dict[str, Any]:
 def share(where: Places, args: argparse.Namespace, out: Path) -> dict[str, Any]:
     """A launch from the head: its bytes there over the bytes that landed at the hosts."""
     given = settings_of(f"bench-{os.getpid()}-launch", out, args.payload)
-    source = given.pop("source_settings")
-    tables = {"source": source, "engine": {"tokens": given["tokens"]}}
+    tables = {
+        "source": given.pop("source_settings"),
+        "engine": {"tokens": given["tokens"], "checkpoint_dir": str(out / "checkpoints")},
+    }
+    plugins = {"source": given.pop("source"), "engine": "multihost_engine:make_engine"}
     lines = [f"{key} = {json.dumps(value)}" for key, value in given.items()]
-    lines += [
-        "engine = \"multihost_engine:make_engine\"", "boundary = \"staged_before_update\"", f"steps = {args.steps}",
-        "latch = false", "start_timeout_s = 300.0",
-    ]  # fmt: skip
+    lines += ['boundary = "staged_before_update"', "latch = false", "start_timeout_s = 300.0"]
     for name, table in tables.items():
         lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     config = out.with_suffix(".toml")
     config.write_text("\n".join(lines) + "\n")
     command = [sys.executable, "-m", "shmstage.cli", "launch", "--json", "--config", str(config)]
+    command += [f"--{name}={factory}" for name, factory in plugins.items()]
+    command += ["--steps", str(args.steps)]
     before = where.traffic()
     done = where.run([*command, "--address", where.address, "--hosts", str(len(where.hosts))], DEADLINE_S)
     after = where.traffic()

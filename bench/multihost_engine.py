@@ -19,7 +19,7 @@ from shmstage.trainer.optax_engine import OptaxEngine
 
 
 def make_engine(settings: Mapping[str, Any]) -> OptaxEngine:
-    """One setting, ``tokens``: of a row."""
+    """Settings: ``tokens`` of a row, ``checkpoint_dir``."""
     params = {"b": jnp.zeros((), jnp.float32), "w": jnp.ones((settings["tokens"],), jnp.float32)}
     mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-    return OptaxEngine(packed_loss, params, optax.sgd(1e-3), mesh, partition_spec("rows"))
+    return OptaxEngine(packed_loss, params, optax.sgd(1e-3), mesh, partition_spec("rows"), settings["checkpoint_dir"])

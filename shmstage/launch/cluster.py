@@ -20,6 +20,10 @@ from shmstage.errors import MissingExtraError, RunFailedError, SettingsError, Sh
 LOCAL_NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
 #: Ray's own words are for its log files, not between ours
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
+#: by itself Ray runs workers at nice 15, and what they start: the trainers would starve beside anything else
+EAGER = {"RAY_worker_niceness": "0"}
+#: between looks for dead nodes, while their places are waited for
+REPLACE_S = 2.0
 _LOOK_S = 0.1
 
 Look = Callable[[], None]
@@ -50,9 +54,7 @@ def cluster(address: str | None, hosts: int | None) -> Iterator[Cluster]:
     """
     need_ray()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_environment(QUIET))
-        # it tells of dead workers and nodes there, log_to_driver or not; stdout is for the one object of --json
-        stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        stack.enter_context(_environment({**QUIET, **EAGER}))
         if address is None and "ray" not in sys.modules:  # one that is imported has made up its mind
             token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
             stack.enter_context(_environment(token))
@@ -126,6 +128,7 @@ class Cluster:
         self.hosts = hosts
         self._local = local
         self._group: Any = None
+        self._replaced_at = 0.0
 
     def alive_nodes(self) -> list[str]:
         """Ids of the nodes that Ray takes to be alive."""
@@ -145,8 +148,13 @@ class Cluster:
             )
 
     def replace_lost_nodes(self) -> None:
-        """Of a local cluster: start raylets for those that are dead; elsewhere whoever runs the cluster does that."""
-        if self._local is not None:
+        """Of a local cluster: start raylets for those that Ray takes to be dead, looking now and then.
+
+        Elsewhere whoever runs the cluster does that.
+        """
+        now = time.monotonic()
+        if self._local is not None and now >= self._replaced_at + REPLACE_S:
+            self._replaced_at = now
             for _ in range(self.hosts - len(self.alive_nodes())):
                 self._local.add()
 

@@ -25,6 +25,7 @@ HOST_TIMEOUT_S = 20.0
 PING_S = 1.0
 #: Ray is asked this often which of its nodes are alive; what runs on a dead one lives a little longer
 NODES_S = 2.0
+RAYLET_DEAD = "is lost: its raylet is dead"
 #: an actor that is asked for the last time
 CLOSE_S = 10.0
 
@@ -115,7 +116,6 @@ class Fleet:
         Raises ``PeerLostError`` naming who is not there within ``start_timeout_s``, ``GangBrokenError`` if one dies,
         and what an agent or a source refuses with.
         """
-        self._cluster.replace_lost_nodes()
         hosts = self._hosts
         for host in hosts:
             host.facts, host.trainer, host.is_lost, host.trainer_ended = {}, {}, False, False
@@ -123,7 +123,12 @@ class Fleet:
             host.agent = self._cluster.agent(
                 host.rank, AgentActor, self._json, host.rank, len(hosts), epoch, self._allowed, self._nonce, self._given
             )
-        for host, facts in zip(hosts, self._opened([host.agent for host in hosts], "agent", look), strict=True):
+
+        def with_nodes() -> None:
+            look()
+            self._cluster.replace_lost_nodes()
+
+        for host, facts in zip(hosts, self._opened([host.agent for host in hosts], "agent", with_nodes), strict=True):
             host.facts, host.name = facts, facts["name"]
         for host in hosts:
             if host.store is None or host.store_facts["node"] != host.facts["node"] or not self._lives(host.store):
@@ -255,6 +260,7 @@ class Fleet:
             self._cluster.wait([host.store.clean_up.remote(left)], CLOSE_S, lambda: None)
 
     def _lives(self, store: Any) -> bool:
+        """False also where its raylet is dead."""
         call = store.ping.remote()
         return not self._cluster.wait([call], WAIT_S, lambda: None) and self._answer_or_died(call) is True
 
@@ -281,11 +287,14 @@ class Fleet:
             host.is_lost = True
             if self._lives(host.store):
                 return [self._died("agent", host, f"died: {answer.why}")]
-            return [self._died("host", host, "is lost: its agent and its store died together")]
+            return [self._died("host", host, "is lost: its agent and its store or raylet died together")]
         if host.waiting.reference is None:
             host.waiting = _Call(host.agent.wait.remote(WAIT_S), self._clock())
         if answer is not None:
             host.trainer = answer
+            if answer["orphaned"]:
+                host.is_lost = True
+                return [self._died("host", host, RAYLET_DEAD)]
             if answer["exit_code"] is not None and not host.trainer_ended:
                 host.trainer_ended = True
                 told = _told(answer["told"])
@@ -302,6 +311,9 @@ class Fleet:
         if isinstance(answer, Died):
             host.is_lost = True
             return [self._died("store", host, f"died: {answer.why}")]
+        if answer is False:
+            host.is_lost = True
+            return [self._died("host", host, RAYLET_DEAD)]
         if host.pinging.reference is None and self._clock() >= host.pinging.asked_at + PING_S:
             host.pinging = _Call(host.store.ping.remote(), self._clock())
         return []

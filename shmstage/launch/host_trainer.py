@@ -150,7 +150,12 @@ def _signals_open() -> Iterator[None]:
 
 
 def _judge_as(pid: int, model: int) -> None:
-    """Ray offers its workers to the kernel as the first to be killed for memory; the trainer is no such thing."""
+    """Ray offers its workers to the kernel as the first to be killed for memory, and as the last to run.
+
+    The trainer is no such thing: as far as this user may, it is treated as the raylet itself.
+    """
     with contextlib.suppress(OSError):
         score = Path(f"/proc/{model}/oom_score_adj").read_text()
         Path(f"/proc/{pid}/oom_score_adj").write_text(score)
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, model))

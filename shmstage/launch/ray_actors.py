@@ -54,6 +54,14 @@ def check_shared(name: str, out: str, nonce: str, content: str) -> None:
         raise SettingsError(f"{name}: {path} is another one here; OUT has to lie on a file system that all hosts share")
 
 
+def _end_with_raylet() -> None:
+    """A worker outlives a raylet that was killed, holding what it held, and nobody can call it any more."""
+    raylet = os.getppid()
+    while os.getppid() == raylet:
+        threading.Event().wait(_LOOK_S)
+    os._exit(1)
+
+
 class _Actor:
     """What both know of where they are."""
 
@@ -65,6 +73,7 @@ class _Actor:
         utilities: Any = ray.util
         self._address = str(utilities.get_node_ip_address())
         self._nonce = nonce
+        self._raylet = os.getppid()
 
     def _facts(self) -> dict[str, Any]:
         """Raises ``SettingsError`` if OUT is not shared."""
@@ -136,7 +145,10 @@ class AgentActor(_Actor):
         )  # fmt: skip
 
     def wait(self, seconds: float) -> dict[str, Any]:
-        """How the trainer is, after ``seconds`` or as soon as it has ended."""
+        """How the trainer is, after ``seconds`` or as soon as it has ended.
+
+        ``orphaned``: the raylet is dead. Ray ends its workers after a while, and knows the node for dead still later.
+        """
         self._heard_at = time.monotonic()
         if self._trainer is None:
             return {}
@@ -146,7 +158,7 @@ class AgentActor(_Actor):
         told = [type(state.told).__name__, str(state.told)] if state.told is not None else None
         return {
             "pid": state.pid, "start_ticks": state.start_ticks, "door": door, "exit_code": state.exit_code,
-            "how": state.how_it_ended, "told": told,
+            "how": state.how_it_ended, "told": told, "orphaned": os.getppid() != self._raylet,
         }  # fmt: skip
 
     def end(self, patience_s: float, grace_s: float) -> None:
@@ -166,11 +178,13 @@ class AgentActor(_Actor):
     def _watch_launcher(self) -> None:
         """Of a launcher that is dead Ray ends the actors; of one that is cut off it takes minutes to notice.
 
-        Its gang has been given up by then, and this part of it would keep its memory and its devices.
+        Its gang has been given up by then, and this part of it would keep its memory and its devices. So it is when
+        the raylet that started this process has died: nobody can call it any more, and it would hold its pool.
         """
-        while time.monotonic() - self._heard_at < CUT_OFF_S or _answers(self._head):
+        raylet = os.getppid()
+        while os.getppid() == raylet and (time.monotonic() - self._heard_at < CUT_OFF_S or _answers(self._head)):
             threading.Event().wait(_LOOK_S)
-        log.warning("%s: neither launcher nor head can be reached: the gang is ended here", self._name)
+        log.warning("%s: its raylet is dead, or neither launcher nor head can be reached: ended here", self._name)
         try:
             self.end(0.0, 0.0)
         finally:
@@ -196,6 +210,7 @@ class StoreActor(_Actor):
             share = source_share.share_of(settings, rank, hosts)
             evaluation = source_share.evaluation_share(settings, rank, hosts)
             self._store = TrajectoryStore(settings, share, evaluation, rank, hosts)
+            threading.Thread(target=_end_with_raylet, name="orphan watch", daemon=True).start()
             channel, self._door = self._bound(self._allowed)
             self._open = Door(
                 f"store of {self._name}", channel, Speaker.of(os.getpid()), store_commands.welcome(self._store),
@@ -204,7 +219,8 @@ class StoreActor(_Actor):
         return {**facts, "doors": {"store": self._door}}
 
     def ping(self) -> bool:
-        return True
+        """False: it is there, but its raylet is dead; Ray ends it after a while."""
+        return os.getppid() == self._raylet
 
     def pieces(self, numbers: Numbers, begins: Numbers, ends: Numbers) -> npt.NDArray[np.uint8]:
         """Ray takes the buffer into its object store, from where the asking host fetches it."""
