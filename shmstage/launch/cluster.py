@@ -203,6 +203,11 @@ class Cluster:
         with contextlib.suppress(Exception):
             self.ray.kill(actor, no_restart=True)
 
+    def kill_local(self) -> None:
+        """End a local cluster without asking Ray for anything."""
+        if self._local is not None:
+            self._local.close()
+
     def close(self) -> None:
         """Give the places back."""
         if self._group is not None:

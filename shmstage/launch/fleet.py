@@ -94,6 +94,8 @@ class Fleet:
         self._clock = clock
         self._hosts = [_Host(rank, f"host {rank}") for rank in range(hosts)]
         self._nodes_at = 0.0
+        #: nodes whose raylet is known to be dead, perhaps before Ray knows
+        self._dead_nodes: set[str] = set()
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -117,6 +119,7 @@ class Fleet:
         and what an agent or a source refuses with.
         """
         hosts = self._hosts
+        self._until_ray_knows(look)
         for host in hosts:
             host.facts, host.trainer, host.is_lost, host.trainer_ended = {}, {}, False, False
             host.waiting, host.pinging = _Call(), _Call()
@@ -228,6 +231,14 @@ class Fleet:
 
     # --- starting ----------------------------------------------------------------------------------------------
 
+    def _until_ray_knows(self, look: Look) -> None:
+        """Until then an agent would be sent to a node that is dead, and that death would count as another one."""
+        deadline = self._clock() + self._settings.start_timeout_s
+        while self._dead_nodes & set(self._cluster.alive_nodes()) and self._clock() < deadline:
+            look()
+            time.sleep(WAIT_S)
+        self._dead_nodes.clear()
+
     def _opened(self, actors: Sequence[Any], role: str, look: Look) -> list[dict[str, Any]]:
         calls = [actor.open.remote() for actor in actors]
         return self._answers(calls, self._settings.start_timeout_s, role, f"has no {role}", look)
@@ -287,14 +298,14 @@ class Fleet:
             host.is_lost = True
             if self._lives(host.store):
                 return [self._died("agent", host, f"died: {answer.why}")]
-            return [self._died("host", host, "is lost: its agent and its store or raylet died together")]
+            return [self._lost_node(host, "is lost: its agent and its store or raylet died together")]
         if host.waiting.reference is None:
             host.waiting = _Call(host.agent.wait.remote(WAIT_S), self._clock())
         if answer is not None:
             host.trainer = answer
             if answer["orphaned"]:
                 host.is_lost = True
-                return [self._died("host", host, RAYLET_DEAD)]
+                return [self._lost_node(host, RAYLET_DEAD)]
             if answer["exit_code"] is not None and not host.trainer_ended:
                 host.trainer_ended = True
                 told = _told(answer["told"])
@@ -313,7 +324,7 @@ class Fleet:
             return [self._died("store", host, f"died: {answer.why}")]
         if answer is False:
             host.is_lost = True
-            return [self._died("host", host, RAYLET_DEAD)]
+            return [self._lost_node(host, RAYLET_DEAD)]
         if host.pinging.reference is None and self._clock() >= host.pinging.asked_at + PING_S:
             host.pinging = _Call(host.store.ping.remote(), self._clock())
         return []
@@ -333,6 +344,10 @@ class Fleet:
             return self._cluster.answer(call)
         except ShmstageError as error:
             return Died(str(error))
+
+    def _lost_node(self, host: _Host, how: str) -> Ended:
+        self._dead_nodes.add(host.facts["node"])
+        return self._died("host", host, how)
 
     def _died(self, role: str, host: _Host, how: str) -> Ended:
         pid = {"agent": host.facts, "store": host.store_facts}.get(role, {}).get("pid", 0)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,6 +24,7 @@ from shmstage.launch.run_directory import LAUNCHER, RAY_LOG, claimed
 from shmstage.launch.single_host import Progress, Stop, complete_summary, only_one, stop_signals
 from shmstage.launch.step_follower import StepFollower
 from shmstage.launch.supervisor import ending_of
+from shmstage.launch.watchdog import HANG_S, Watchdog
 from shmstage.memory.identity import namespace_word
 from shmstage.memory.names import owned_objects
 from shmstage.memory.sweep import sweep
@@ -65,6 +67,7 @@ def launch(
         began = time.monotonic()
         nonce = stack.enter_context(_nonce(out))
         run = _Launch(settings, out, rays, nonce, stop, progress, metrics, say)
+        run.watchdog = stack.enter_context(Watchdog(lambda: _end_hung(settings, out, rays, run)))
         failure: ShmstageError | None
         leaked: set[str] = set()
         try:
@@ -106,6 +109,22 @@ def _nonce(out: Path) -> Iterator[tuple[str, str]]:
         path.unlink(missing_ok=True)
 
 
+def _end_hung(settings: Settings, out: Path, rays: Cluster, run: _Launch) -> None:
+    """On the watchdog's thread. Ray ends the actors of a launcher that is gone, and they their trainers."""
+    error = PeerLostError(
+        f"the launcher waited {HANG_S:g} s inside Ray: the raylet of its own host is dead, or the head of the cluster; "
+        f"start Ray again, then --resume; see {out / RAY_LOG}"
+    )
+    try:
+        sys.stderr.write(f"{error}\n")
+        write_failure(out, LAUNCHER, error)
+        run.kill_orchestrator()
+        rays.kill_local()
+        sweep(settings.run)
+    finally:
+        os._exit(error.exit_code)
+
+
 @final
 class _Launch:
     """The attempts of one launch."""
@@ -135,6 +154,7 @@ class _Launch:
         self._reached = 0
         self._orchestrator: Child | None = None
         self._orchestrator_noted = False
+        self.watchdog: Watchdog | None = None
         given = forwarded(os.environ)
         self._fleet = Fleet(rays, settings, rays.hosts, client_key=self._keys.public, nonce=nonce, given=given)
 
@@ -226,7 +246,14 @@ class _Launch:
 
     # --- looking -----------------------------------------------------------------------------------------------
 
+    def kill_orchestrator(self) -> None:
+        """From any thread: there is nobody to end it in good order."""
+        if self._orchestrator is not None:
+            self._orchestrator.end(0.0)
+
     def _look(self) -> None:
+        if self.watchdog is not None:
+            self.watchdog.beat()
         self._stop.check()
         self._progress.poll()
         self._metrics.poll()
