@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import os
 import select
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -21,6 +18,7 @@ from shmstage.orchestrator.fleet_events import Event, FleetEvents
 from shmstage.orchestrator.handle_book import HandleBook
 from shmstage.orchestrator.two_phases import Gathering, Outcome, Phase, TwoPhases
 from shmstage.transport.client import Client, PendingCall
+from shmstage.transport.zmq_socket import Waker
 from shmstage.wire.handles import handle_from_wire, handle_to_wire, named_by
 from shmstage.wire.messages import Hello, TokenEvent, Welcome
 
@@ -73,7 +71,7 @@ class TrainerFleet:
         self._left_behind = ""
         #: a stage whose answer never came: some hosts have it, some may not
         self._unanswered = ""
-        self._waker = _Waker()
+        self._waker = Waker()
         self._woken = False
 
     @property
@@ -165,12 +163,12 @@ class TrainerFleet:
         """
         deadline = self._clock() + timeout_s
         while True:
+            self._waker.clear()  # first: one that is set from here on ends the rest below
             lost = self._hear()
             ready = self._events.take()
             left_s = deadline - self._clock()
             if ready or self._woken or left_s <= 0:
                 self._woken = False
-                self._waker.clear()
                 if lost is not None and not ready:
                     raise lost
                 return self._noted(ready)
@@ -331,29 +329,3 @@ class TrainerFleet:
                 if isinstance(outcome, ShmstageError):
                     raise named(outcome, f"{name}: dropping the stage of {request_id}: {outcome}")
         self._left_behind = ""
-
-
-@final
-class _Waker:
-    """A descriptor that any thread can make readable."""
-
-    __slots__ = ("_lock", "fd")
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.Lock()
-
-    def set(self) -> None:
-        with self._lock:  # else a late wake could write into whatever took the number over
-            if self.fd >= 0:
-                os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-
-    def close(self) -> None:
-        with self._lock:
-            if self.fd >= 0:
-                os.close(self.fd)
-            self.fd = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 from typing import Any
 
@@ -387,6 +388,16 @@ def test_a_wake_ends_a_wait_for_events_once() -> None:
         world.fleet.wake()
         assert world.fleet.events(60.0) == []
         assert world.fleet.events(0.001) == []
+
+
+def test_a_wake_that_comes_late_does_not_keep_the_next_wait_from_resting() -> None:
+    with fleet_of(2) as world:
+        world.fleet.events(0.0)
+        world.fleet._waker.set()  # of a wake that ``events`` has answered already, in another thread between its lines
+        rests: list[list[int]] = []
+        world.fleet._rest = lambda wait_s, hosts, *more: rests.append(select.select(more, [], [], 0)[0])  # type: ignore
+        assert world.fleet.events(0.001) == []
+        assert rests and not any(rests), "it would return at once, again and again"
 
 
 def test_a_fleet_of_one_is_a_trainer() -> None:
