@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from shmstage.errors import InputError, PeerLostError, ShmstageError, StoppedError
-from shmstage.orchestrator.fleet_answers import combined, named
+from shmstage.orchestrator.fleet_answers import combined, gravest, named
 from shmstage.orchestrator.fleet_events import Event, FleetEvents
 from shmstage.orchestrator.handle_book import HandleBook
 from shmstage.orchestrator.two_phases import Gathering, Outcome, Phase, TwoPhases
@@ -90,11 +90,10 @@ class TrainerFleet:
 
         with ThreadPoolExecutor(min(HELLO_THREADS, len(self._clients))) as pool:
             answers = list(pool.map(say, range(len(self._clients))))
-        welcomes = []
-        for name, answer in zip(self._names, answers, strict=True):
-            if isinstance(answer, ShmstageError):
-                raise named(answer, f"{name}: {answer}")
-            welcomes.append(answer)
+        welcomes = [answer for answer in answers if isinstance(answer, Welcome)]
+        error = gravest(self._names, [each.info if isinstance(each, Welcome) else each for each in answers])
+        if error is not None:
+            raise error
         combined("hello", self._names, [welcome.info for welcome in welcomes])
         self._events.clear()
         return welcomes
@@ -143,18 +142,16 @@ class TrainerFleet:
     ) -> list[dict[str, Any]]:
         """Tells all hosts at once, without agreement, and returns every host's answer.
 
-        ``arguments``: the same for all, or one mapping per member. An error of one is raised when all were told.
+        ``arguments``: the same for all, or one mapping per member. The gravest error is raised when all were told.
         """
         given = [arguments] * len(self._clients) if isinstance(arguments, Mapping) else arguments
         gathering = Gathering(len(self._clients))
         pending = self._begin(gathering, [(command, dict(each)) for each in given])
         self._wait(gathering, pending, timeout_s, grace_s=timeout_s)
-        results = []
-        for name, outcome in zip(self._names, gathering.outcomes, strict=True):
-            if isinstance(outcome, ShmstageError):
-                raise named(outcome, f"{name}: {outcome}")
-            results.append(dict(outcome))
-        return results
+        error = gravest(self._names, gathering.outcomes)
+        if error is not None:
+            raise error
+        return [dict(outcome) for outcome in gathering.outcomes if not isinstance(outcome, ShmstageError)]
 
     def events(self, timeout_s: float = 0.0) -> list[Event]:
         """What all hosts have told; waits up to ``timeout_s`` for the first, or until ``wake``.

@@ -325,6 +325,18 @@ def test_a_hello_that_one_host_refuses_names_it() -> None:
         world.hello()
 
 
+@pytest.mark.slow
+def test_of_several_errors_the_gravest_is_told_and_not_the_first_hosts() -> None:
+    scripts = {1: Script(refuses={"hello": EngineError("seeded")})}
+    refused = pytest.raises(EngineError, match=r"host 1 \(node-1\): seeded")
+    with fleet_of(2, opened=False, scripts=scripts, faults={0: never("welcome")}) as world, refused:
+        world.hello()
+    with fleet_of(2, faults={0: never("reply ranges")}) as world:
+        layout = {"layout": world.layouts.train.to_wire()}
+        with pytest.raises(ProtocolError, match=r"host 1 \(node-1\)"):
+            world.fleet.each("ranges", [layout, {}], 10.0)
+
+
 # --- events -------------------------------------------------------------------------------------------------
 
 
