@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
-import numpy.typing as npt
 import xxhash
 
 from shmstage.errors import PeerLostError, PoolError, ProtocolError, shown
@@ -21,9 +20,8 @@ from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.layout import Layout
 from shmstage.memory.pool import Pool
 from shmstage.orchestrator.late_fields import LateFields
-from shmstage.packing.fields import REF_LOGPS, SAMPLER_IS_WEIGHTS
 from shmstage.packing.parts import WindowPart, read_part, row_digests
-from shmstage.packing.pieces import Piece
+from shmstage.packing.slot_fields import views_to_fill
 from shmstage.packing.window import Window
 from shmstage.packing.window_fill import fill_window
 from shmstage.settings import Settings
@@ -151,7 +149,9 @@ class HostAgent:
         )  # fmt: skip
         acquired_at = time.monotonic()
         with slot:
-            fill_window(part, fetched.pieces, _filled_views(slot.views, fetched.pieces))
+            first = next(iter(fetched.pieces.values()), None)
+            late = opened.layouts[layout_id].late_names
+            fill_window(part, fetched.pieces, views_to_fill(first, slot.views, late))
             handle = slot.publish(
                 digest=digest, rows=part.window.rows, step=step, index=index, is_final=is_final,
                 loss_tokens=loss_tokens, segments=segments,
@@ -215,15 +215,3 @@ def _window(bounds: object) -> Window:
     if type(bounds) is not list or len(bounds) != 4 or any(type(bound) is not int for bound in bounds):
         raise ProtocolError(f"open_pool: a window wants [rows from, to, tokens from, to], got {shown(bounds)}")
     return Window(*bounds)
-
-
-def _filled_views(views: dict[str, npt.NDArray[Any]], pieces: Mapping[int, Piece]) -> dict[str, npt.NDArray[Any]]:
-    """The views that pieces fill; late fields that none of them carries are zero until somebody writes them."""
-    first = next(iter(pieces.values()), None)
-    carried = first.optional if first is not None else frozenset[str]()
-    absent = {SAMPLER_IS_WEIGHTS, *(() if "ref_logprobs" in carried else (REF_LOGPS,))} & views.keys()
-    if first is None:
-        absent -= {REF_LOGPS}  # padding alone: the views decide
-    for name in absent:
-        views[name].fill(0)
-    return {name: view for name, view in views.items() if name not in absent}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, final
 
-from shmstage.errors import ProtocolError, ShmstageError, StoppedError, shown
+from shmstage.errors import PeerLostError, ProtocolError, ShmstageError, StoppedError, shown
 from shmstage.transport.channel import Channel
 from shmstage.transport.client import Client
 from shmstage.wire.messages import Hello
@@ -73,7 +73,9 @@ class Doors:
     def _named(self, host: int, ask: Callable[[Client], T]) -> T:
         try:
             return ask(self._clients[host])
-        except StoppedError:
+        except StoppedError as error:
+            if error.from_peer:  # nobody has stopped this process
+                raise PeerLostError(f"{self.who(host)} was stopped: {error}") from None
             raise
         except ShmstageError as error:
             named = type(error)(f"{self.who(host)}: {error}")

@@ -57,6 +57,12 @@ def named(error: ShmstageError, text: str) -> ShmstageError:
     return copy
 
 
+def gravest(names: Sequence[str], outcomes: Sequence[Outcome]) -> ShmstageError | None:
+    """The gravest error of any host, naming it; ``None``: all have answered."""
+    failed = _failed(names, outcomes)
+    return named(failed[0][1], f"{failed[0][0]}: {failed[0][1]}") if failed else None
+
+
 def refusal(what: str, names: Sequence[str], outcomes: Sequence[Outcome]) -> ShmstageError | None:
     """Why ``what`` is not begun, under the class of the gravest answer; ``None``: all accept."""
     failed = _failed(names, outcomes)

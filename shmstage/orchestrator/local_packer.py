@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast, final
-
-import numpy.typing as npt
+from typing import cast, final
 
 from shmstage.memory.identity import PeerWatch
 from shmstage.memory.layout import Layout
 from shmstage.memory.pool import Pool
 from shmstage.orchestrator.intake import Planned, Upcoming
 from shmstage.orchestrator.packer import Filled
-from shmstage.packing.fields import REF_LOGPS, SAMPLER_IS_WEIGHTS
 from shmstage.packing.fill import fill_microbatch, microbatch_digest
+from shmstage.packing.slot_fields import views_to_fill
 from shmstage.packing.trajectory import Trajectory
 
 
@@ -53,7 +51,8 @@ class LocalPacker:
         )
         acquired_ns = time.monotonic_ns()
         with slot:
-            filled = fill_microbatch(planned.plan, trajectories, _packed_views(slot.views, planned))
+            views = views_to_fill(next(iter(trajectories.values()), None), slot.views, self._layout.late_names)
+            filled = fill_microbatch(planned.plan, trajectories, views)
             filled_ns = time.monotonic_ns()
             handle = slot.publish(
                 digest=microbatch_digest(planned.plan, trajectories),
@@ -71,15 +70,3 @@ class LocalPacker:
 
     def free_slot_count(self) -> int:
         return self._pool.free_slot_count()
-
-
-def _packed_views(views: dict[str, npt.NDArray[Any]], planned: Planned) -> dict[str, npt.NDArray[Any]]:
-    """The views that trajectories fill; late fields that none of them carries are zero until somebody writes them."""
-    first = next(iter(planned.arrivals.values()), None)
-    carried = first.trajectory.optional if first is not None else frozenset[str]()
-    absent = {SAMPLER_IS_WEIGHTS, *(() if "ref_logprobs" in carried else (REF_LOGPS,))} & views.keys()
-    if first is None:
-        absent -= {REF_LOGPS}  # padding alone: the views decide
-    for name in absent:
-        views[name].fill(0)
-    return {name: view for name, view in views.items() if name not in absent}

@@ -5,22 +5,20 @@
 
 from __future__ import annotations
 
-import os
 import select
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 from shmstage.errors import InputError, PeerLostError, ShmstageError, StoppedError
-from shmstage.orchestrator.fleet_answers import combined, named
+from shmstage.orchestrator.fleet_answers import combined, gravest, named
 from shmstage.orchestrator.fleet_events import Event, FleetEvents
 from shmstage.orchestrator.handle_book import HandleBook
 from shmstage.orchestrator.two_phases import Gathering, Outcome, Phase, TwoPhases
 from shmstage.transport.client import Client, PendingCall
+from shmstage.transport.zmq_socket import Waker
 from shmstage.wire.handles import handle_from_wire, handle_to_wire, named_by
 from shmstage.wire.messages import Hello, TokenEvent, Welcome
 
@@ -73,7 +71,7 @@ class TrainerFleet:
         self._left_behind = ""
         #: a stage whose answer never came: some hosts have it, some may not
         self._unanswered = ""
-        self._waker = _Waker()
+        self._waker = Waker()
         self._woken = False
 
     @property
@@ -92,11 +90,10 @@ class TrainerFleet:
 
         with ThreadPoolExecutor(min(HELLO_THREADS, len(self._clients))) as pool:
             answers = list(pool.map(say, range(len(self._clients))))
-        welcomes = []
-        for name, answer in zip(self._names, answers, strict=True):
-            if isinstance(answer, ShmstageError):
-                raise named(answer, f"{name}: {answer}")
-            welcomes.append(answer)
+        welcomes = [answer for answer in answers if isinstance(answer, Welcome)]
+        error = gravest(self._names, [each.info if isinstance(each, Welcome) else each for each in answers])
+        if error is not None:
+            raise error
         combined("hello", self._names, [welcome.info for welcome in welcomes])
         self._events.clear()
         return welcomes
@@ -145,18 +142,16 @@ class TrainerFleet:
     ) -> list[dict[str, Any]]:
         """Tells all hosts at once, without agreement, and returns every host's answer.
 
-        ``arguments``: the same for all, or one mapping per member. An error of one is raised when all were told.
+        ``arguments``: the same for all, or one mapping per member. The gravest error is raised when all were told.
         """
         given = [arguments] * len(self._clients) if isinstance(arguments, Mapping) else arguments
         gathering = Gathering(len(self._clients))
         pending = self._begin(gathering, [(command, dict(each)) for each in given])
         self._wait(gathering, pending, timeout_s, grace_s=timeout_s)
-        results = []
-        for name, outcome in zip(self._names, gathering.outcomes, strict=True):
-            if isinstance(outcome, ShmstageError):
-                raise named(outcome, f"{name}: {outcome}")
-            results.append(dict(outcome))
-        return results
+        error = gravest(self._names, gathering.outcomes)
+        if error is not None:
+            raise error
+        return [dict(outcome) for outcome in gathering.outcomes if not isinstance(outcome, ShmstageError)]
 
     def events(self, timeout_s: float = 0.0) -> list[Event]:
         """What all hosts have told; waits up to ``timeout_s`` for the first, or until ``wake``.
@@ -165,12 +160,12 @@ class TrainerFleet:
         """
         deadline = self._clock() + timeout_s
         while True:
+            self._waker.clear()  # first: one that is set from here on ends the rest below
             lost = self._hear()
             ready = self._events.take()
             left_s = deadline - self._clock()
             if ready or self._woken or left_s <= 0:
                 self._woken = False
-                self._waker.clear()
                 if lost is not None and not ready:
                     raise lost
                 return self._noted(ready)
@@ -331,29 +326,3 @@ class TrainerFleet:
                 if isinstance(outcome, ShmstageError):
                     raise named(outcome, f"{name}: dropping the stage of {request_id}: {outcome}")
         self._left_behind = ""
-
-
-@final
-class _Waker:
-    """A descriptor that any thread can make readable."""
-
-    __slots__ = ("_lock", "fd")
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.Lock()
-
-    def set(self) -> None:
-        with self._lock:  # else a late wake could write into whatever took the number over
-            if self.fd >= 0:
-                os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-
-    def close(self) -> None:
-        with self._lock:
-            if self.fd >= 0:
-                os.close(self.fd)
-            self.fd = -1

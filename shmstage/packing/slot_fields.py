@@ -46,6 +46,19 @@ def fields_of(first: Carrier | None, views: Views) -> tuple[TokenField, ...]:
     return fields
 
 
+def views_to_fill(first: Carrier | None, views: Views, late: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+    """The views that a fill writes. ``late`` fields that trajectories do not carry become zero: somebody writes them.
+
+    ``first``: stands for all; ``None``: padding rows only. A field that is not late and not carried stays for the fill
+    to refuse: zero would be trained as if it were a value.
+    """
+    carried = {field.packed for field in (TOKEN_FIELDS if first is None else carried_fields(first.optional))}
+    absent = set(late) - carried
+    for name in absent:
+        views[name].fill(0)
+    return {name: view for name, view in views.items() if name not in absent}
+
+
 def word_views(fields: Sequence[TokenField], views: Views, shape: tuple[int, int]) -> list[tuple[Any, int, int]]:
     """Every field but routing, as the native fills take them. Raises ``LayoutError``."""
     words = [field for field in fields if field is not ROUTING]

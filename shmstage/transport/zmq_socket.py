@@ -67,8 +67,10 @@ class Waker:
             os.eventfd_read(self.fd)
 
     def close(self) -> None:
+        """Harmless twice."""
         with self._lock:
-            os.close(self.fd)
+            if self.fd >= 0:
+                os.close(self.fd)
             self.fd = -1
 
 

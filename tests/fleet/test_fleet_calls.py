@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 from typing import Any
 
@@ -328,6 +329,18 @@ def test_a_hello_that_one_host_refuses_names_it() -> None:
         world.hello()
 
 
+@pytest.mark.slow
+def test_of_several_errors_the_gravest_is_told_and_not_the_first_hosts() -> None:
+    scripts = {1: Script(refuses={"hello": EngineError("seeded")})}
+    refused = pytest.raises(EngineError, match=r"host 1 \(node-1\): seeded")
+    with fleet_of(2, opened=False, scripts=scripts, faults={0: never("welcome")}) as world, refused:
+        world.hello()
+    with fleet_of(2, faults={0: never("reply ranges")}) as world:
+        layout = {"layout": world.layouts.train.to_wire()}
+        with pytest.raises(ProtocolError, match=r"host 1 \(node-1\)"):
+            world.fleet.each("ranges", [layout, {}], 10.0)
+
+
 # --- events -------------------------------------------------------------------------------------------------
 
 
@@ -391,6 +404,16 @@ def test_a_wake_ends_a_wait_for_events_once() -> None:
         world.fleet.wake()
         assert world.fleet.events(60.0) == []
         assert world.fleet.events(0.001) == []
+
+
+def test_a_wake_that_comes_late_does_not_keep_the_next_wait_from_resting() -> None:
+    with fleet_of(2) as world:
+        world.fleet.events(0.0)
+        world.fleet._waker.set()  # of a wake that ``events`` has answered already, in another thread between its lines
+        rests: list[list[int]] = []
+        world.fleet._rest = lambda wait_s, hosts, *more: rests.append(select.select(more, [], [], 0)[0])  # type: ignore
+        assert world.fleet.events(0.001) == []
+        assert rests and not any(rests), "it would return at once, again and again"
 
 
 def test_a_fleet_of_one_is_a_trainer() -> None:

@@ -15,9 +15,9 @@ from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.layout import Layout
 from shmstage.memory.pool import Pool
 from shmstage.orchestrator.late_fields import LateFields
-from shmstage.packing.fields import REF_LOGPS, SAMPLER_IS_WEIGHTS
 from shmstage.packing.parts import read_part, row_digests
 from shmstage.packing.pieces import decode_pieces, encode_pieces
+from shmstage.packing.slot_fields import views_to_fill
 from shmstage.packing.trajectory import Group, Trajectory
 from shmstage.packing.window import Window
 from shmstage.packing.window_fill import fill_window
@@ -222,7 +222,8 @@ class DoubleAgent:
             stop=lambda: self.feed.given_up() or self.aux.given_up(),
         )  # fmt: skip
         with slot:
-            fill_window(part, pieces, _filled(slot.views, pieces))
+            late = self.pool.layouts[given["layout_id"]].late_names
+            fill_window(part, pieces, views_to_fill(next(iter(pieces.values()), None), slot.views, late))
             names = ("step", "index", "is_final", "digest", "loss_tokens", "segments")
             handle = slot.publish(rows=part.window.rows, **{name: given[name] for name in names})
         answer = {
@@ -240,15 +241,6 @@ class DoubleAgent:
         patch = self._late.after_scoring(handle_from_wire(given["handle"]))
         digests = [list(pair) for pair in patch.digests]
         return {"fields": list(patch.fields), "loss_tokens": patch.loss_tokens, "digests": digests}
-
-
-def _filled(views: dict[str, Any], pieces: Mapping[int, Any]) -> dict[str, Any]:
-    first = next(iter(pieces.values()), None)
-    carried = first.optional if first is not None else frozenset()
-    absent = {SAMPLER_IS_WEIGHTS, *(() if "ref_logprobs" in carried else (REF_LOGPS,))} & views.keys()
-    for name in absent:
-        views[name].fill(0)
-    return {name: view for name, view in views.items() if name not in absent}
 
 
 class DoubleHosts:

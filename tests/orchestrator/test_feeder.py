@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from input_making import Given, make_group
 from test_input import Live
 
-from shmstage.errors import BudgetError
+from shmstage.errors import BudgetError, LayoutError
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.pool import Pool
 from shmstage.orchestrator.feeder import EndOfInput, Feeder, FeederEvent, PackedMicrobatch
@@ -182,3 +183,35 @@ def test_only_what_a_durable_checkpoint_covers_is_let_go(run: Run, monkeypatch: 
     assert released == [cursors[1]]
     feeder.durable(3)
     assert released == [cursors[1], cursors[5]]
+
+
+def test_a_field_that_a_trajectory_lacks_is_refused_and_not_trained_as_zero() -> None:
+    layout = microbatch_layout(1, TOKENS, optional=frozenset({"ref_logprobs"}))
+    identity = ProcessIdentity.create("lacking", "orchestrator")
+    pool = Pool.create("lacking", epoch=1, layouts=[layout], slots=1, identity=identity)
+    try:
+        packer = LocalPacker(pool, layout, slot_timeout_s=WAIT_S, peers=[])
+        planned = next(iter(Intake(Given(GROUPS), PLAN, passes=1)))
+        with pytest.raises(LayoutError, match=r"have \['ref_per_token_logps'\], which trajectory 't0.0'"):
+            packer.pack(planned, step=1, index=0, is_final=True, stop=lambda: False)
+    finally:
+        pool.close()
+        identity.close()
+
+
+def test_a_late_field_that_nobody_carries_is_zero_until_it_is_written() -> None:
+    layout = microbatch_layout(1, TOKENS, late=["ref_per_token_logps"])
+    identity = ProcessIdentity.create("late", "orchestrator")
+    pool = Pool.create("late", epoch=1, layouts=[layout], slots=1, identity=identity)
+    try:
+        packer = LocalPacker(pool, layout, slot_timeout_s=WAIT_S, peers=[])
+        for planned in islice(Intake(Given(GROUPS), PLAN, passes=1), 2):  # one after the other in one slot
+            handle = packer.pack(planned, step=1, index=0, is_final=True, stop=lambda: False).handle
+            late = pool.late_views(handle)["ref_per_token_logps"]
+            assert not late.any()
+            late[:] = 7
+            del late
+            pool.end_leases_of(0)
+    finally:
+        pool.close()
+        identity.close()

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fleet_doubles import DoubleHosts
 from input_making import TOKENS, Given, Sized, group_lists, make_group, plan_settings
 
-from shmstage.errors import ProtocolError, SettingsError, StoppedError, TrajectoryError
+from shmstage.errors import PeerLostError, ProtocolError, SettingsError, StoppedError, TrajectoryError
 from shmstage.memory.handle import Handle
 from shmstage.memory.reader import PoolReader
 from shmstage.orchestrator.doors import Doors
@@ -255,6 +255,19 @@ def test_what_an_agent_refuses_is_told_under_its_hosts_name(hosts: DoubleHosts, 
     for number in list(hosts.stores[0].held):
         del hosts.stores[0].held[number]
     with pytest.raises(Exception, match=r"the agent of host 0 \(node-0\): KeyError"):
+        packed(packer, planned)
+
+
+def test_an_agent_that_was_stopped_is_lost_and_stops_nobody_else(
+    hosts: DoubleHosts, orchestrator: Orchestrator
+) -> None:
+    def stops(answer: dict[str, Any]) -> None:
+        raise StoppedError("stopped while waiting for pieces of store 0")
+
+    packer = orchestrator.open()
+    hosts.agents[1].spoil = stops
+    planned = next(iter(Intake(orchestrator.source, PLAN, passes=1)))
+    with pytest.raises(PeerLostError, match=r"the agent of host 1 \(node-1\) was stopped: stopped while waiting"):
         packed(packer, planned)
 
 
