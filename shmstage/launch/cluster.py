@@ -131,9 +131,10 @@ class _LocalNodes:
             self.address = str(self._cluster.address)
         except Exception as error:  # Ray says what it lacks in errors of all kinds
             self.close()
+            each = format_nbytes(int(LOCAL_NODE["object_store_memory"]))
             raise SettingsError(
-                f"a local cluster of {hosts} cannot be started: {' '.join(str(error).split())[:300]}; each of its nodes "
-                f"takes {format_nbytes(int(LOCAL_NODE['object_store_memory']))} of /dev/shm: lower --hosts, or run on one"
+                f"a local cluster of {hosts} cannot be started: {' '.join(str(error).split())[:300]}; each of its "
+                f"nodes takes {each} of /dev/shm: lower --hosts, or run on one"
             ) from None
         except BaseException:
             self.close()
