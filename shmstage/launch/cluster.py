@@ -125,7 +125,8 @@ class _LocalNodes:
         self._directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         self._cluster: Any = RayCluster(initialize_head=False, shutdown_at_exit=True)
         try:
-            self.add(include_dashboard=False, temp_dir=self._directory)
+            # one level below: Ray opens the directory that it is given to everybody, with the sockets and logs in it
+            self.add(include_dashboard=False, temp_dir=f"{self._directory}/r")
             for _ in range(hosts - 1):
                 self.add()
             self.address = str(self._cluster.address)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -222,9 +225,20 @@ def test_a_local_cluster_that_cannot_start_says_why_and_leaves_nothing(
 def test_a_launch_told_to_stop_while_its_raylets_start_ends_in_order(tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = start(*LOCAL, *OPTIONS, "--out", str(out), cwd=tmp_path)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    wait_until(process, lambda: bool(children.read_text().split()))
+    found: list[str] = []
+
+    def starting() -> bool:
+        """A process of Ray's is there, and says in which directory."""
+        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                found.extend(re.findall(r"--log_dir=(/tmp/ray-\w+)/", Path(f"/proc/{pid}/cmdline").read_text()))
+        return bool(found)
+
+    wait_until(process, starting)
     process.send_signal(signal.SIGTERM)
+    directory = found[0]
+    assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700, "others could reach the sockets of the raylets"
     code, _, errors = finish(process)
     assert code == 130, errors
+    assert not os.path.exists(directory)
     assert "stopped by SIGTERM" in errors
