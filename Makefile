@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: run venv test test-fast browser lint mutants native-sanitize soak bench bench-full bench-packages clean
+.PHONY: run venv test test-fast browser host-tools lint mutants native-sanitize soak bench bench-full bench-packages clean
 
 # `make` alone does the main job: train the demo with staging on.
 run: venv
@@ -31,6 +31,13 @@ browser:
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null && break; \
 	done
 	command -v chromium >/dev/null
+
+# ip and tc, for the tests with hosts as namespaces; as root (else they are skipped)
+host-tools:
+	command -v ip >/dev/null && command -v tc >/dev/null || for try in 1 2 3; do \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2 util-linux >/dev/null && break; \
+	done
+	command -v ip >/dev/null && command -v tc >/dev/null
 
 lint: venv
 	$(BIN)/ruff check shmstage tests bench examples native setup.py

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from shmstage.errors import MissingExtraError, RunFailedError, SettingsError, ShmstageError, named
+from shmstage.memory.limits import format_nbytes
 
 #: of one local raylet; its object store holds what is fetched ahead, in /dev/shm
 LOCAL_NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
@@ -68,7 +70,8 @@ def cluster(address: str | None, hosts: int | None) -> Iterator[Cluster]:
             address = local.address
         try:
             stack.callback(ray.shutdown)
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="shmstage")
+            with _signals_kept():
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="shmstage")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise SettingsError(
                 f"address = {named(address)}: {' '.join(str(error).split())[:300]}; start Ray there (`ray start "
@@ -92,6 +95,25 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself where it connects and with each node it starts, and exits without our clean-up.
+
+    It has no switch for that; a signal that is blocked meanwhile would be blocked in the raylets, too.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    private: Any = sys.modules.get("ray._private.utils")
+    taking = getattr(private, "set_sigterm_handler", None)
+    try:
+        if taking is not None:
+            private.set_sigterm_handler = lambda handler: None
+        yield
+    finally:
+        if taking is not None:
+            private.set_sigterm_handler = taking
+        signal.signal(signal.SIGTERM, before)  # should another version of Ray take it otherwise
+
+
 @final
 class _LocalNodes:
     """Raylets on this machine, as many as hosts."""
@@ -101,18 +123,27 @@ class _LocalNodes:
 
         # sockets and logs of Ray's, gone with the cluster: a short path, for the sockets in it
         self._directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-        head = {**LOCAL_NODE, "include_dashboard": False, "temp_dir": self._directory}
-        self._cluster: Any = RayCluster(initialize_head=True, head_node_args=head, shutdown_at_exit=True)
-        self.address = str(self._cluster.address)
+        self._cluster: Any = RayCluster(initialize_head=False, shutdown_at_exit=True)
         try:
+            # one level below: Ray opens the directory that it is given to everybody, with the sockets and logs in it
+            self.add(include_dashboard=False, temp_dir=f"{self._directory}/r")
             for _ in range(hosts - 1):
                 self.add()
+            self.address = str(self._cluster.address)
+        except Exception as error:  # Ray says what it lacks in errors of all kinds
+            self.close()
+            each = format_nbytes(int(LOCAL_NODE["object_store_memory"]))
+            raise SettingsError(
+                f"a local cluster of {hosts} cannot be started: {' '.join(str(error).split())[:300]}; each of its "
+                f"nodes takes {each} of /dev/shm: lower --hosts, or run on one"
+            ) from None
         except BaseException:
             self.close()
             raise
 
-    def add(self) -> None:
-        self._cluster.add_node(**LOCAL_NODE)
+    def add(self, **more: Any) -> None:
+        with _signals_kept():
+            self._cluster.add_node(**LOCAL_NODE, **more)
 
     def close(self) -> None:
         self._cluster.shutdown()

@@ -61,8 +61,8 @@ def launch(
         metrics = stack.enter_context(serving(settings, say))
         out = stack.enter_context(claimed(settings))
         stack.enter_context(_rays_words(out))
+        stop = stack.enter_context(stop_signals())  # first: nobody may be cut off while raylets are started
         rays = stack.enter_context(cluster(address, hosts))
-        stop = stack.enter_context(stop_signals())
         metrics.begin()
         began = time.monotonic()
         nonce = stack.enter_context(_nonce(out))

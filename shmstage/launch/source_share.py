@@ -6,15 +6,15 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast, final
 
-from shmstage.errors import PluginError
-from shmstage.packing.journal import Journal
+from shmstage.errors import PluginError, SettingsError
+from shmstage.packing.journal import STORE, Journal
 from shmstage.packing.journal_source import JournaledSource
 from shmstage.packing.source import BundleSource, Source
 from shmstage.packing.trajectory import Group
 from shmstage.plugins import make
 from shmstage.settings import Settings
 
-#: `OUT/journal/store-<index>`: what a live source gave this store
+#: `OUT/journal/store-<index>-of-<stores>`: what a live source gave this store
 JOURNAL = "journal"
 
 
@@ -42,8 +42,10 @@ class SourceShare:
             if not callable(getattr(source, "groups", None)):
                 raise PluginError(f"the source's shard({index}, {count}) is a {type(source).__name__}, without groups")
         self.expected_groups: Any = getattr(source, "expected_groups", None)
+        if not self.replayable:
+            check_journal(journal, self.stores)
         if not self.replayable and self.gives:
-            source = self._journaled = JournaledSource(source, Journal(journal))
+            source = self._journaled = JournaledSource(source, Journal(journal / f"{STORE}{index}-of-{self.stores}"))
         self._source = source
 
     def groups(self, cursor: int) -> Generator[tuple[int, Group | None], None, None]:
@@ -83,6 +85,21 @@ class SourceShare:
             self._journaled.journal.close()
 
 
+def check_journal(directory: Path, stores: int) -> None:
+    """Raises ``SettingsError`` for a journal of ``run``, or of a launch whose groups were numbered otherwise."""
+    found = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
+    for name in found:
+        if not name.startswith(STORE):
+            raise SettingsError(
+                f"{directory}: {name} is of a `shmstage run`; resume that with `run`, or use another --out"
+            )
+        if not name.endswith(f"-of-{stores}"):
+            raise SettingsError(
+                f"{directory}: {name} is of a launch with another number of hosts than {stores}; resume it with that "
+                "--hosts, or use another --out"
+            )
+
+
 def evaluation_share(settings: Settings, index: int, count: int) -> SourceShare | None:
     """This store's share of the evaluation bundle, if one is named. Raises ``BundleError``."""
     if settings.eval_bundle is None:
@@ -98,4 +115,4 @@ def share_of(settings: Settings, index: int, count: int) -> SourceShare:
         source = BundleSource(settings.bundle, settings.routing_encoding, settings.experts)
     else:
         source = cast(Source, make("source", settings.source, settings.source_settings, needs=("groups",)))
-    return SourceShare(source, index, count, settings.out_dir / JOURNAL / f"store-{index}")
+    return SourceShare(source, index, count, settings.out_dir / JOURNAL)

@@ -108,12 +108,17 @@ class Feeder:
                 handed_out = self._handed_out.pop(step, None)
             if handed_out is not None:
                 self._reader.queue.commit(handed_out)
+            if not self._intake.until_durable:
+                self._let_go(step)  # a restart reads it again; without checkpoints it would be kept for ever
             self._gauge()
 
     def durable(self, step: int) -> None:
         """A durable checkpoint covers ``step``: what was kept to replay it is let go. Raises ``BundleError``."""
         if self._reader is not None:
             self._reader.queue.durable(step)
+        self._let_go(step)
+
+    def _let_go(self, step: int) -> None:
         with self._condition:
             covered = {number: self._states.pop(number) for number in sorted(self._states) if number <= step}
         if covered:

@@ -27,7 +27,7 @@ WAIT_S = 1.0
 @dataclass
 class _Share:
     """What is known of one store. ``reached``: the number that a group of it comes from; ``kept``: (pass, group
-    number, number behind its last trajectory), of those that no durable checkpoint covers."""
+    number, number behind its last trajectory), of those that are not released."""
 
     store: int
     reached: int = 0
@@ -40,10 +40,9 @@ class _Share:
 class FleetSource:
     """An input as ``Intake`` reads it. One thread reads, any other may ``release`` and ``stop_reading``.
 
-    What it gives counts as held until a durable checkpoint covers it: so long a store keeps it.
+    What it gives counts as held, and a store keeps it, until its step has landed; what a source cannot give again until
+    a durable checkpoint covers it. A restart reads a replayable source anew: nothing that was held is used again.
     """
-
-    source_is_replayable = False
 
     def __init__(self, stores: Doors, told: Sequence[Answer], *, passes: int | None, timeout_s: float) -> None:
         """``told``: what the stores answered to hello. ``passes`` as in the settings.
@@ -58,6 +57,7 @@ class FleetSource:
             raise ProtocolError(f"the stores do not hold one input: replayable = {replayable}, stores = {counts}")
         if not replayable[0] and (passes or 1) > 1:
             raise SettingsError(f"passes = {passes}: the source cannot be replayed; use passes = 1")
+        self.source_is_replayable = replayable[0]
         self.passes = passes if replayable[0] else 1
         self._giving = counts[0]
         self._sums_batches = not replayable[0]
@@ -106,7 +106,7 @@ class FleetSource:
         return EvaluationReferences(sorted(found, key=lambda group: group.number), self._first("eval"))
 
     def release(self, cursor: int, pass_number: int = 1) -> None:
-        """Groups before number ``cursor`` of that pass are covered by a durable checkpoint. Any thread.
+        """Groups before number ``cursor`` of that pass are needed no more. Any thread.
 
         The stores hear of it from the thread that reads, at its next turn.
         """

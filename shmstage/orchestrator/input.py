@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any, cast, final
 
 from shmstage.errors import SettingsError, TrajectoryError
-from shmstage.packing.journal import Journal
+from shmstage.packing.journal import STORE, Journal
 from shmstage.packing.journal_source import JournaledSource
 from shmstage.packing.source import BundleSource, Source
 from shmstage.packing.trajectory import Group, Trajectory
@@ -34,7 +34,12 @@ class Input:
         self.expected_groups: Any = getattr(source, "expected_groups", None)
         self._journaled: JournaledSource | None = None
         if not self.source_is_replayable:
-            self._journaled = JournaledSource(source, Journal(settings.out_dir / "journal"))
+            directory = settings.out_dir / "journal"
+            if any(directory.glob(f"{STORE}*")):
+                raise SettingsError(
+                    f"{directory} is of a `shmstage launch`; resume that with `launch`, or use another --out"
+                )
+            self._journaled = JournaledSource(source, Journal(directory))
         self._source: Source = self._journaled or source
         self._read: list[Group] = []
         self._begun: Iterator[Group] | None = None

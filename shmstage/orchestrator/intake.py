@@ -99,8 +99,9 @@ class Intake:
         self._begun_at = state
         self._done_begins = [begin for begin, _ in state.done]
         self._arrival = state.first_arrival
-        until_durable = not getattr(source, "source_is_replayable", True)
-        self._held_bytes = HeldBytes(max_held_bytes, until_durable=until_durable)
+        #: whether what was trained is needed on until a durable checkpoint covers it: the source gives it only once
+        self.until_durable = not getattr(source, "source_is_replayable", True)
+        self._held_bytes = HeldBytes(max_held_bytes, until_durable=self.until_durable)
         self.reader: SourceReader | None = None
         self._next = _Opened(state.first_arrival, state.place, state.pass_number, (state.pass_number, 0))
         self._opened: list[_Opened] = []

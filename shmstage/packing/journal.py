@@ -21,6 +21,8 @@ from shmstage.packing.trajectory import Group
 
 SEGMENT_NBYTES = 64 << 20
 FIRST = "first.journal"
+#: a launch keeps a journal per store, in directories that begin with it
+STORE = "store-"
 _SEGMENT = re.compile(r"segment-([0-9]{12})\.journal")
 
 

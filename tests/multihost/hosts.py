@@ -61,10 +61,16 @@ class HostError(Exception):
     """A host could not be made, or a command in it did not do as it was told."""
 
 
+def missing_tools() -> str | None:
+    """Which tools a machine lacks, though it could have them."""
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    return f"needs {', '.join(missing)} (`make host-tools`, as root)" if missing else None
+
+
 def why_not() -> str | None:
     """Why no hosts can be made here; None where they can."""
-    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        return f"needs {', '.join(missing)} (Debian: iproute2, util-linux)"
+    if missing := missing_tools():
+        return missing
     tried = subprocess.run(
         ["unshare", *NAMESPACES, "--fork", "sh", "-c", "mount -t tmpfs none /dev/shm && ip link add type veth"],
         capture_output=True, text=True, timeout=MADE_WITHIN_S, check=False,

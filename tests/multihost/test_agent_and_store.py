@@ -22,6 +22,7 @@ from shmstage.launch.source_share import SourceShare
 from shmstage.launch.trajectory_store import TrajectoryStore
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.reader import PoolReader
+from shmstage.orchestrator.input import Input
 from shmstage.packing.fields import microbatch_layout
 from shmstage.packing.fill import fill_microbatch, microbatch_digest
 from shmstage.packing.parts import digest_of_rows, part_of
@@ -82,7 +83,7 @@ def settings_at(out: Path, **changes: Any) -> Settings:
 
 
 def store_of(source: Given, out: Path, index: int = 0, count: int = 2, **changes: Any) -> TrajectoryStore:
-    share = SourceShare(source, index, count, out / f"journal-{index}")
+    share = SourceShare(source, index, count, out / "journal")
     return TrajectoryStore(settings_at(out, **changes), share, None, index, count)
 
 
@@ -105,6 +106,21 @@ def stack(nothing_survives: Path) -> Iterator[Any]:
 
 
 # --- stores -----------------------------------------------------------------------------------------------------
+
+
+def test_a_journal_is_resumed_by_as_many_stores_as_have_written_it_and_by_no_run_on_one_host(tmp_path: Path) -> None:
+    """P4: groups numbered otherwise would be trained twice or never."""
+    for index in range(2):
+        store_of(Sharded(4, replayable=False), tmp_path, index).close()
+    store_of(Sharded(4, replayable=False), tmp_path, 1).close()
+    with pytest.raises(SettingsError, match=r"store-0-of-2 is of a launch with another number of hosts than 3"):
+        store_of(Sharded(4, replayable=False), tmp_path, 0, count=3)
+    with pytest.raises(SettingsError, match=r"is of a `shmstage launch`"):
+        Input(Given(4, replayable=False), settings_at(tmp_path))
+    other = tmp_path / "other"
+    Input(Given(4, replayable=False), settings_at(other)).close()
+    with pytest.raises(SettingsError, match=r"is of a `shmstage run`"):
+        store_of(Given(4, replayable=False), other, count=1)
 
 
 def test_each_store_gives_its_share_of_a_replayable_source_under_the_sources_own_numbers(tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ from typing import Any
 import pytest
 from command_line import finish, run_json, start
 
-from shmstage.errors import MissingExtraError
+from shmstage.errors import MissingExtraError, SettingsError
 from shmstage.launch import cluster
 
 OPTIONS = (
@@ -168,3 +172,76 @@ def test_where_to_launch_has_to_be_said(tmp_path: Path, monkeypatch: pytest.Monk
     assert "--local-cluster" in err
     assert finish(start("launch", "--local-cluster", "--hosts", "0", cwd=tmp_path))[0] == 2
     assert not list(tmp_path.iterdir())
+
+
+class NodesThatTakeSignals:
+    """Ray's ``cluster_utils.Cluster``, as far as its nodes take SIGTERM for themselves; ``breaks``: none can start."""
+
+    address = "127.0.0.1:1"
+    breaks = False
+
+    def __init__(self, **options: Any) -> None:
+        self.nodes = 0
+
+    def add_node(self, **options: Any) -> None:
+        if self.breaks:
+            raise ValueError("the object store is larger than /dev/shm")
+        self.nodes += 1
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def shutdown(self) -> None:
+        self.nodes = 0
+
+
+@pytest.fixture
+def ray_double(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[NodesThatTakeSignals]:
+    double = types.ModuleType("ray.cluster_utils")
+    double.Cluster = NodesThatTakeSignals  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
+    monkeypatch.setitem(sys.modules, "ray.cluster_utils", double)
+    monkeypatch.setattr("tempfile.mkdtemp", lambda **options: str(tmp_path / "ray"))
+    (tmp_path / "ray").mkdir()
+    return NodesThatTakeSignals
+
+
+def test_a_raylet_that_is_started_does_not_take_the_launchers_signals(ray_double: type[NodesThatTakeSignals]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        nodes = cluster._LocalNodes(2)
+        nodes.add()
+        assert signal.getsignal(signal.SIGTERM) is before
+        nodes.close()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_local_cluster_that_cannot_start_says_why_and_leaves_nothing(
+    ray_double: type[NodesThatTakeSignals], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ray_double, "breaks", True)
+    with pytest.raises(SettingsError, match=r"larger than /dev/shm; .* lower --hosts"):
+        cluster._LocalNodes(2)
+    assert not (tmp_path / "ray").exists()
+
+
+@pytest.mark.slow
+def test_a_launch_told_to_stop_while_its_raylets_start_ends_in_order(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = start(*LOCAL, *OPTIONS, "--out", str(out), cwd=tmp_path)
+    found: list[str] = []
+
+    def starting() -> bool:
+        """A process of Ray's is there, and says in which directory."""
+        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                found.extend(re.findall(r"--log_dir=(/tmp/ray-\w+)/", Path(f"/proc/{pid}/cmdline").read_text()))
+        return bool(found)
+
+    wait_until(process, starting)
+    process.send_signal(signal.SIGTERM)
+    directory = found[0]
+    assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700, "others could reach the sockets of the raylets"
+    code, _, errors = finish(process)
+    assert code == 130, errors
+    assert not os.path.exists(directory)
+    assert "stopped by SIGTERM" in errors

@@ -215,3 +215,16 @@ def test_a_late_field_that_nobody_carries_is_zero_until_it_is_written() -> None:
     finally:
         pool.close()
         identity.close()
+
+
+def test_what_landed_is_let_go_at_once_where_the_source_gives_it_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[int] = []
+    monkeypatch.setattr(Intake, "release", lambda self, cursor, pass_number: released.append(cursor))
+    feeder = run.begin(Given(GROUPS))
+    cursors = [run.packed().state_after.cursor for _ in range(6)]
+    feeder.landed(1)
+    assert released == [cursors[1]]
+    feeder.landed(3)
+    assert released == [cursors[1], cursors[5]]

@@ -156,6 +156,14 @@ def test_stores_let_go_of_what_a_durable_checkpoint_covers_and_of_nothing_else()
         orchestrator.close()
 
 
+def test_a_fleet_keeps_until_durable_only_what_its_source_cannot_give_again() -> None:
+    for live in (False, True):
+        with DoubleHosts(RUN, GROUPS, live=live) as hosts:
+            orchestrator = Orchestrator(hosts, passes=1)
+            assert Intake(orchestrator.source, PLAN, passes=1).until_durable is live
+            orchestrator.close()
+
+
 def test_a_second_pass_does_not_let_go_of_more_than_it_covers() -> None:
     with DoubleHosts(RUN, GROUPS) as hosts:
         orchestrator = Orchestrator(hosts, passes=2)
