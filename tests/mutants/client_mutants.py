@@ -64,19 +64,19 @@ MUTANTS = (
     Mutant(
         "a client takes the reply to an earlier call for its own",
         CLIENT,
-        "lambda m: isinstance(m, Reply) and (m.sequence == sequence or _is_refusal(m)),",
-        "lambda m: isinstance(m, Reply),",
+        "return isinstance(message, Reply) and (message.sequence == pending.sequence or _is_refusal(message))",
+        "return isinstance(message, Reply)",
         (f"{SESSION}::test_reply_that_comes_after_its_call_was_given_up_answers_no_other_call",),
     ),
     Mutant(
         "a retry is a new command",
         CLIENT,
         "                send_at = now + (retry_s if self._channel.send(frame) else _FULL_S)\n",
-        "                send_at = now + (retry_s if self._channel.send(frame) else _FULL_S)\n"
         "                request = decode(frame)\n"
         "                if isinstance(request, Request):\n"
         "                    frame = encode(Request(request.epoch, request.incarnation, request.sequence + 1,\n"
-        "                                           request.command, request.arguments))\n",
+        "                                           request.command, request.arguments))\n"
+        "                send_at = now + (retry_s if self._channel.send(frame) else _FULL_S)\n",
         (f"{SESSION}::test_retry_of_a_finished_call_is_answered_from_memory",),
     ),
     Mutant(
