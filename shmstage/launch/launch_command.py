@@ -9,7 +9,7 @@ from typing import Any
 
 from shmstage.errors import SettingsError
 from shmstage.launch.command import CommandParser, json_on_failure
-from shmstage.launch.run_command import add_settings, print_config, resolve_args
+from shmstage.launch.run_command import add_settings, print_config, resolve_args, with_progress
 from shmstage.launch.run_directory import completed
 from shmstage.settings import Settings
 
@@ -55,12 +55,7 @@ def launch_with_progress(
 ) -> dict[str, Any]:
     """Launch with live progress on stderr; returns the summary."""
     from shmstage.launch.multi_host import launch
-    from shmstage.launch.progress import PatientConsole, StepProgress, summary_table
 
-    console = PatientConsole(stderr=True)
-    with StepProgress(settings, console) as progress:
-        summary = launch(settings, hosts, address, progress, progress.say)
-    if not as_json:
-        console.print(summary_table(summary))
-        console.print(f"written to {summary['out']}", highlight=False, soft_wrap=True)
-    return summary
+    return with_progress(
+        settings, lambda progress: launch(settings, hosts, address, progress, progress.say), as_json=as_json
+    )

@@ -6,14 +6,17 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shmstage.errors import SettingsError
 from shmstage.launch.command import CommandParser, json_on_failure
 from shmstage.launch.run_directory import completed, find_run, run_file
 from shmstage.settings import BOUNDARIES, ROUTING_ENCODINGS, SWITCHES, TABLES, Resolved, Settings, resolve
+
+if TYPE_CHECKING:
+    from shmstage.launch.progress import StepProgress
 
 CHOICES: dict[str, Sequence[str]] = {
     "boundary": BOUNDARIES,
@@ -97,12 +100,20 @@ def _main(argv: Sequence[str]) -> int:
 
 def run_with_progress(settings: Settings, *, as_json: bool = False) -> dict[str, Any]:
     """Run with live progress on stderr; returns the summary."""
-    from shmstage.launch.progress import PatientConsole, StepProgress, summary_table
     from shmstage.launch.single_host import run
+
+    return with_progress(settings, lambda progress: run(settings, progress, progress.say), as_json=as_json)
+
+
+def with_progress(
+    settings: Settings, start: Callable[[StepProgress], dict[str, Any]], *, as_json: bool
+) -> dict[str, Any]:
+    """What ``start`` returns, with live progress on stderr and a table at the end."""
+    from shmstage.launch.progress import PatientConsole, StepProgress, summary_table
 
     console = PatientConsole(stderr=True)
     with StepProgress(settings, console) as progress:
-        summary = run(settings, progress, progress.say)
+        summary = start(progress)
     if not as_json:
         console.print(summary_table(summary))
         console.print(f"written to {summary['out']}", highlight=False, soft_wrap=True)
