@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast, final, get_args
@@ -144,6 +144,15 @@ class _Step:
     denominator: float = 0.0
 
 
+@dataclass(slots=True)
+class _Landing:
+    """What one update leaves: filled when it lands, and never changed by a later one."""
+
+    params: Array
+    until: Operation | None = None
+    values: dict[str, float] = field(default_factory=dict)
+
+
 @final
 class SimulatedEngine:
     """A ``TrainEngine``; see the module."""
@@ -153,19 +162,17 @@ class SimulatedEngine:
     def __init__(self, settings: SimulatedSettings, device: SimulatedDevice | None = None) -> None:
         self._settings = settings
         self.device = device or SimulatedDevice(upload_gbps=settings.upload_gbps)
-        self._params = np.zeros(max(8, settings.param_nbytes // 4), np.uint32)
+        self._last = _Landing(np.zeros(max(8, settings.param_nbytes // 4), np.uint32))
         self._step = 1
         self._open: list[Operation] = []
-        self._landed: Operation | None = None
         self._sums = _Step([])
-        self._values: dict[str, float] = {}
         if settings.settles:
             self.settle = self._settle
 
     # --- what the worker asks -------------------------------------------------------------------------------
 
     def shardings(self, layout: Layout) -> dict[str, jax.sharding.Sharding]:
-        return {field.name: SimulatedSharding() for field in layout.fields}
+        return {each.name: SimulatedSharding() for each in layout.fields}
 
     def put(self, views: Mapping[str, Array], shardings: Mapping[str, Any]) -> dict[str, SimulatedArray]:
         """Stands for ``jax.device_put``: the views are read until the arrays are ready."""
@@ -205,25 +212,26 @@ class SimulatedEngine:
         if self._settings.blocks == "until last done" and self._open:
             self._open[-1].block_until_ready()
         sums, self._sums = self._sums, _Step([])
+        before, after = self._last, _Landing(self._last.params)
 
         def act() -> None:
-            words, loss = updated(self._params[:2], sums.hashes)
-            self._params = self._params.copy()
-            self._params[:2] = words
-            self._values = {"loss": loss, "grad_norm": 1.0, "denominator": sums.denominator}
+            words, loss = updated(before.params[:2], sums.hashes)
+            after.params = _with_words(before.params, words)
+            after.values = {"loss": loss, "grad_norm": 1.0, "denominator": sums.denominator}
 
         operation = self.device.compute("update", self._step, -1, self._settings.update_s, act=act)
-        self._landed = operation
+        after.until, self._last = operation, after
         self._step += 1
         self._open = []
         self._throttle()
         return cast(jax.Array, operation)
 
     def metrics(self) -> dict[str, jax.Array]:
-        return {name: self._scalar(name) for name in ("loss", "grad_norm", "denominator")}
+        return {name: _scalar(self._last, name) for name in ("loss", "grad_norm", "denominator")}
 
     def weights(self) -> dict[str, jax.Array]:
-        array = SimulatedArray(self._landed, lambda: self._params, np.uint32, self._params.shape)
+        last = self._last
+        array = SimulatedArray(last.until, lambda: last.params, np.uint32, last.params.shape)
         return {"w": cast(jax.Array, array)}
 
     def save(self, step: int, metadata: Mapping[str, object]) -> _Snapshot:
@@ -237,9 +245,8 @@ class SimulatedEngine:
                 _file(self._settings, step).unlink()
                 continue
             metadata = json.loads(_file(self._settings, step).read_text())
-            self._params = self._params.copy()
-            self._params[:2] = metadata.pop("params")
-            self._landed, self._step = None, step + 1
+            self._last = _Landing(_with_words(self._last.params, metadata.pop("params")))
+            self._step = step + 1
             return {**metadata, "step": step}
         self._step = 1
         return None
@@ -258,9 +265,6 @@ class SimulatedEngine:
     def _throttle(self) -> None:
         if self._settings.blocks == "two deep" and len(unfinished := self.device.unfinished) > 2:
             unfinished[-3].block_until_ready()
-
-    def _scalar(self, name: str) -> jax.Array:
-        return cast(jax.Array, SimulatedArray(self._landed, lambda: np.float32(self._values[name]), np.float32))  # type: ignore[arg-type,return-value]
 
     @property
     def _every(self) -> int:
@@ -302,6 +306,16 @@ def updated(words: Array, hashes: list[int]) -> tuple[Array, float]:
     chain = xxhash.xxh3_64(words.tobytes())
     chain.update(np.asarray(hashes, np.uint64).tobytes())
     return np.frombuffer(chain.digest(), np.uint32), (chain.intdigest() % 10**6) / 1e6
+
+
+def _with_words(params: Array, words: Any) -> Array:
+    changed = params.copy()
+    changed[:2] = words
+    return changed
+
+
+def _scalar(landing: _Landing, name: str) -> jax.Array:
+    return cast(jax.Array, SimulatedArray(landing.until, lambda: np.float32(landing.values[name]), np.float32))  # type: ignore[arg-type,return-value]
 
 
 def _copy_of(copies: Mapping[str, Array], name: str) -> Array:

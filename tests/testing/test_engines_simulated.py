@@ -50,6 +50,27 @@ def test_the_metrics_are_those_of_the_last_update_that_was_dispatched() -> None:
     engine.close()
 
 
+def test_what_is_read_late_is_of_the_update_it_was_taken_from(tmp_path: Path) -> None:
+    engine = SimulatedEngine(SimulatedSettings(checkpoint_dir=str(tmp_path)))
+
+    def one_step(content: int) -> None:
+        engine.fwd_bwd(engine.put({"completion_mask": np.full((2, 8), content, np.float32)}, {}))
+        engine.update()
+
+    one_step(1)
+    metrics, weights, snapshot = engine.metrics(), engine.weights(), engine.save(1, {})
+    params = np.array(weights["w"])
+    one_step(2)
+    later = np.array(engine.weights()["w"])
+    assert [float(np.asarray(told["denominator"])) for told in (metrics, engine.metrics())] == [16.0, 32.0]
+    assert (np.array(weights["w"]) == params).all() and not (later == params).all()
+    snapshot.copy_to_host()
+    snapshot.write()
+    engine.restore()
+    assert (np.array(engine.weights()["w"]) == params).all()
+    engine.close()
+
+
 def test_unknown_and_impossible_settings_are_refused() -> None:
     with pytest.raises(SettingsError, match="speed"):
         make_engine({"speed": 3})
