@@ -222,8 +222,8 @@ class TrajectoryStore:
 
     # --- what agents ask ---------------------------------------------------------------------------------------
 
-    def pieces(self, numbers: Number, begins: Number, ends: Number) -> npt.NDArray[np.uint8]:
-        """Tokens ``begins`` to ``ends`` of the numbered trajectories, encoded as one buffer (`packing.pieces`).
+    def pieces(self, numbers: Number, begins: Number, ends: Number) -> list[npt.NDArray[np.uint8]]:
+        """Tokens ``begins`` to ``ends`` of the numbered trajectories, as views of what is held (`packing.pieces`).
 
         Raises ``ProtocolError`` for a number that is not held.
         """

@@ -214,9 +214,9 @@ class DoubleAgent:
         pieces: dict[int, Any] = {}
         nbytes = 0
         for wanted in part.wanted():
-            buffer = self._stores[wanted.store].pieces(wanted.numbers, wanted.begins, wanted.ends)
-            nbytes += buffer.nbytes
-            pieces.update(wanted.matched(decode_pieces(buffer)))
+            parts = self._stores[wanted.store].pieces(wanted.numbers, wanted.begins, wanted.ends)
+            nbytes += sum(each.nbytes for each in parts)
+            pieces.update(wanted.matched(decode_pieces(parts)))
         slot = self.pool.acquire(
             self.pool.layouts[given["layout_id"]], timeout_s=given["timeout_s"], aux=given["aux"],
             stop=lambda: self.feed.given_up() or self.aux.given_up(),
