@@ -1,4 +1,4 @@
-"""Holds a host's share of the trajectories until a durable checkpoint covers them; gives descriptions and pieces.
+"""Holds a host's share of the trajectories until their step has landed; gives descriptions and pieces.
 
 It lives longer than the gang that trains from it. What it gives away is never the trajectory itself: an orchestrator
 gets references (``read``), a host's agent the tokens that its window needs (``pieces``).
@@ -127,8 +127,8 @@ class TrajectoryStore:
         self._epoch = -1
         self._condition = threading.Condition()
         self._next_number = 0
-        #: number → the trajectory and the number of its group, in rising order
-        self._held: dict[int, tuple[Trajectory, int]] = {}
+        #: in rising order of their numbers
+        self._held: dict[int, Trajectory] = {}
         self._held_nbytes = 0
         self._form: HeldForm | None = None
         self._run: _Run | None = None
@@ -207,18 +207,16 @@ class TrajectoryStore:
         return expected
 
     def release(self, below: int) -> None:
-        """Trajectories with a number below ``below`` are let go, and the journal as far as nothing held needs it."""
+        """Trajectories with a number below ``below`` are let go; of a live source the journal still has them."""
         with self._condition:
             for number in list(self._held):  # they rise
                 if number >= below:
                     break
-                trajectory, _ = self._held.pop(number)
-                self._held_nbytes -= trajectory.nbytes
-            first_held = next(iter(self._held.values()), None)
-            if first_held is None and self._run is None:
-                return
-            needed = first_held[1] if first_held is not None else self._run.read  # type: ignore[union-attr]
-        self._share.release(needed)
+                self._held_nbytes -= self._held.pop(number).nbytes
+
+    def covered(self, cursor: int) -> None:
+        """Nobody will resume from before group number ``cursor``: the journal lets go. Raises ``BundleError``."""
+        self._share.release(cursor)
 
     # --- what agents ask ---------------------------------------------------------------------------------------
 
@@ -230,7 +228,7 @@ class TrajectoryStore:
         with self._condition:
             try:
                 kept = self._evaluation.held if self._evaluation is not None else {}
-                trajectories = [kept.get(number) or self._held[number][0] for number in numbers.tolist()]
+                trajectories = [kept.get(number) or self._held[number] for number in numbers.tolist()]
             except KeyError as error:
                 held = f"{next(iter(self._held))} to {next(reversed(self._held))}" if self._held else "none"
                 raise ProtocolError(
@@ -287,7 +285,7 @@ class TrajectoryStore:
         while run.ready and run.ready[0][0] < cursor:
             for number in self._take(run):
                 held = self._held.pop(number, None)
-                self._held_nbytes -= held[0].nbytes if held is not None else 0
+                self._held_nbytes -= held.nbytes if held is not None else 0
 
     # --- on the run's thread -----------------------------------------------------------------------------------
 
@@ -319,8 +317,7 @@ class TrajectoryStore:
                 return False
             numbers = list(range(self._next_number, self._next_number + len(group.trajectories)))
             self._next_number += len(numbers)
-            for each, trajectory in zip(numbers, group.trajectories, strict=True):
-                self._held[each] = (trajectory, number)
+            self._held.update(zip(numbers, group.trajectories, strict=True))
             self._held_nbytes += nbytes
             run.ready.append((number, group, numbers))
             run.ready_nbytes += nbytes

@@ -110,6 +110,8 @@ class Feeder:
                 self._reader.queue.commit(handed_out)
             if not self._intake.until_durable:
                 self._let_go(step)  # a restart reads it again; without checkpoints it would be kept for ever
+            elif (state := self._states.get(step)) is not None:
+                self._intake.landed(state.cursor, state.pass_number)
             self._gauge()
 
     def durable(self, step: int) -> None:

@@ -125,6 +125,12 @@ class Intake:
         if release is not None:
             release(cursor, pass_number)
 
+    def landed(self, cursor: int, pass_number: int) -> None:
+        """Groups before number ``cursor`` of that pass are trained; a resume may still ask for them again."""
+        landed = getattr(self._source, "landed", None)
+        if landed is not None:
+            landed(cursor, pass_number)
+
     def upcoming(self, count: int) -> list[Upcoming]:
         """What is handed out next, as far as it is planned already; ``count`` at most. For the thread that iterates."""
         return [
