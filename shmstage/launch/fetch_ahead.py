@@ -49,6 +49,8 @@ class _Wish:
     estimate_nbytes: int
     #: one per store; ``None``: not begun
     requests: list[Future[tuple[dict[int, Piece], int]]] | None = None
+    #: somebody waits for it, and gives its place up
+    taken: bool = False
 
 
 @final
@@ -69,8 +71,9 @@ class FetchAhead:
         with self._lock:
             if key not in self._wishes:
                 self._wishes[key] = _Wish(part, estimate_nbytes)
-                while len(self._wishes) > REMEMBERED:
-                    self._drop(next(iter(self._wishes)))
+                waiting = [known for known, wish in self._wishes.items() if not wish.taken]
+                for oldest in waiting[: max(0, len(waiting) - REMEMBERED)]:
+                    self._drop(oldest)
                 self._begin_what_fits()
 
     def take(self, key: bytes, part: WindowPart, *, deadline: float, given_up: Callable[[], bool]) -> Fetched:
@@ -82,6 +85,7 @@ class FetchAhead:
             wish = self._wishes.get(key)
             if wish is None:
                 wish = self._wishes[key] = _Wish(part, 0)
+            wish.taken = True
             requests = wish.requests if wish.requests is not None else self._begin(wish)
         try:
             pieces: dict[int, Piece] = {}

@@ -223,9 +223,11 @@ class _Launch:
     def _start_orchestrator(self, hosts_file: Path) -> None:
         failure_path(self._out, ORCHESTRATOR).unlink(missing_ok=True)
         files = ["--settings-file", str(self._out / "run.json"), "--peers-file", str(hosts_file)]
-        self._orchestrator = Child(
-            ORCHESTRATOR, [*files, "--epoch", str(self._epoch)], self._out / f"{ORCHESTRATOR}.log"
-        )
+        # it knows no Ray, and nothing that opens a cluster
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        arguments = [*files, "--epoch", str(self._epoch)]
+        log = self._out / f"{ORCHESTRATOR}.log"
+        self._orchestrator = Child(ORCHESTRATOR, arguments, log, environment=environment)
         self._changed()
 
     @contextlib.contextmanager
