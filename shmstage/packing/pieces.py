@@ -135,21 +135,30 @@ class Piece:
         return sum(map(len, self._arrays))
 
 
-def encode_pieces(trajectories: Sequence[Trajectory], spans: Iterable[Sequence[int]]) -> list[Bytes]:
+def hash_of_whole(trajectory: Trajectory) -> bytes:
+    """What its entry begins with if all of it is sent: made ahead, sending needs not read it once more."""
+    entry = _entry(trajectory, 0, trajectory.length)
+    return _hash(_ENTRY.pack(*entry), _name(trajectory), _arrays_of(trajectory, entry))
+
+
+def encode_pieces(
+    trajectories: Sequence[Trajectory], spans: Iterable[Sequence[int]], hashes: Sequence[bytes] = ()
+) -> list[Bytes]:
     """Tokens [begin, end) of each trajectory, one span for each: the parts, uint8 `[nbytes]` each.
 
-    The arrays are views of what the trajectories hold; of packed routing that is cut they are copies. Raises
-    ``TrajectoryError`` for a span that is not within its trajectory.
+    The arrays are views of what the trajectories hold; of packed routing that is cut they are copies. `hashes`: what
+    `hash_of_whole` made of each. Raises ``TrajectoryError`` for a span that is not within its trajectory.
     """
     entries = [_entry(one, begin, end) for one, (begin, end) in zip(trajectories, spans, strict=True)]
-    names = [one.trajectory_id.encode() + b"\0" for one in trajectories]
+    names = [_name(one) for one in trajectories]
     arrays: list[Bytes] = []
     told = []
-    for trajectory, entry, name in zip(trajectories, entries, names, strict=True):
+    for number, (trajectory, entry, name) in enumerate(zip(trajectories, entries, names, strict=True)):
         own = _arrays_of(trajectory, entry)
         assert [len(array) for array in own] == entry.sizes, "a piece's array is not as large as its entry says"
         packed = _ENTRY.pack(*entry)
-        told.append(_hash(packed, name, own) + packed)
+        is_known = hashes and (entry.begin, entry.end) == (0, entry.length)
+        told.append((hashes[number] if is_known else _hash(packed, name, own)) + packed)
         arrays += own
     head_nbytes = _HEADER_NBYTES + _ENTRY_NBYTES * len(entries) + sum(map(len, names))
     nbytes = head_nbytes + sum(map(len, arrays))
@@ -209,6 +218,10 @@ def _rows(entry: _Entry) -> list[TokenField]:
     """The fields that are here, in order."""
     words = [row for number, row in enumerate(WORD_FIELDS) if entry.present >> number & 1]
     return [*words, ROUTING] if entry.layers else words
+
+
+def _name(trajectory: Trajectory) -> bytes:
+    return trajectory.trajectory_id.encode() + b"\0"
 
 
 def _hash(packed: bytes, name: bytes, arrays: Iterable[Bytes]) -> bytes:

@@ -19,7 +19,7 @@ from shmstage.packing import pieces as module
 from shmstage.packing.fields import OPTIONAL_FIELDS, ROUTING, WORD_FIELDS
 from shmstage.packing.held_form import HeldForm
 from shmstage.packing.held_routing import HeldRouting
-from shmstage.packing.pieces import Piece, decode_pieces, encode_pieces, verify_whole
+from shmstage.packing.pieces import Piece, decode_pieces, encode_pieces, hash_of_whole, verify_whole
 from shmstage.packing.trajectory import Trajectory
 
 HEAD, ENTRY = 64, 128
@@ -240,6 +240,17 @@ def test_held_routing_travels_in_whole_groups_and_no_more() -> None:
     for (begin, end), groups in [((0, 8), 1), ((7, 9), 2), ((8, 16), 1), ((15, 33), 4), ((39, 40), 0), ((32, 40), 1)]:
         (piece,) = decode_pieces(encode_pieces([one], [(begin, end)]))
         assert len(piece._arrays[-1]) == groups * each
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_hash_made_ahead_is_that_of_the_whole_and_of_no_part(held: bool) -> None:
+    given_ = [trajectory(9, 1, held=held), trajectory(5, 2, name="second", held=held)]
+    hashes = [hash_of_whole(one) for one in given_]
+    for spans in ([(0, 9), (0, 5)], [(0, 9), (1, 5)], [(0, 8), (0, 5)], [(0, 0), (5, 5)]):
+        sent, plain = encode_pieces(given_, spans, hashes), encode_pieces(given_, spans)
+        assert [part.tobytes() for part in sent] == [part.tobytes() for part in plain]
+    with pytest.raises(ProtocolError, match="piece 1 of 2, trajectory 'second'"):  # it is taken, not made again
+        decode_pieces(encode_pieces(given_, [(0, 9), (0, 5)], [hashes[0], hashes[0]]))
 
 
 def test_no_pieces_are_a_head_alone() -> None:
