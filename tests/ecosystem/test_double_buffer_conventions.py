@@ -304,6 +304,7 @@ def test_a_place_on_the_host_is_free_again_once_its_upload_is_over(monkeypatch: 
     batches = DoubleBuffer(source, host_buffer_size=2)
     losses = [float(heavy(np.float32(0), batch)) for batch in batches]
     assert losses == [float(heavy(np.float32(0), content(n))) for n in range(12)]
+    assert batches._host.room()
 
 
 def unaligned(nbytes: int, alignment: int) -> Any:
