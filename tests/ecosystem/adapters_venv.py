@@ -30,7 +30,7 @@ REMEDY = "python tests/ecosystem/adapters_venv.py"
 
 def wanted_stamp() -> str:
     """Hash of all that the environment is made from."""
-    sources = sorted(HERE.glob("requirements-*.txt")) + [ROOT / "setup.py", ROOT / "pyproject.toml", Path(__file__)]
+    sources = [*sorted(HERE.glob("requirements-*.txt")), Path(__file__), ROOT / "setup.py", ROOT / "pyproject.toml"]
     sources += sorted(p for p in (ROOT / "native").iterdir() if p.suffix in (".cpp", ".h"))
     digest = hashlib.sha256()
     for path in sources:

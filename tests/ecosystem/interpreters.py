@@ -13,7 +13,7 @@ ASK_VERSION = "import sys; print(sys.executable, '%d.%d' % sys.version_info[:2],
 
 @functools.cache
 def find(version: str) -> Path | None:
-    """The executable of Python ``version`` ("3.12"), or None. Each candidate is asked: a pyenv shim may lead nowhere."""
+    """The executable of Python ``version`` ("3.12"), or None. Each candidate is asked: a shim may lead nowhere."""
     on_path = shutil.which(f"python{version}")
     kept = sorted(PYENV_VERSIONS.glob(f"{version}.*/bin/python"), key=_patch_level, reverse=True)
     for candidate in ([Path(on_path)] if on_path else []) + kept:
