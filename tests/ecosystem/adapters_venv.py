@@ -81,7 +81,8 @@ def make() -> int:
         subprocess.run([base, "-m", "venv", VENV], check=True)
         requirements = [part for path in sorted(HERE.glob("requirements-*.txt")) for part in ("-r", str(path))]
         _pip("install", "--upgrade", "pip")
-        _pip("install", "--no-deps", "--only-binary", ":all:", *requirements)
+        # not compiled: half of it is never imported
+    _pip("install", "--no-compile", "--no-deps", "--only-binary", ":all:", *requirements)
         _pip("install", "--no-deps", "--editable", str(ROOT))
         STAMP.write_text(wanted_stamp())
     print(PYTHON)
@@ -89,7 +90,7 @@ def make() -> int:
 
 
 def _pip(*arguments: str) -> None:
-    subprocess.run([PYTHON, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
+    subprocess.run([PYTHON, "-m", "pip", "-qq", "--disable-pip-version-check", *arguments], check=True)
 
 
 if __name__ == "__main__":
