@@ -82,7 +82,7 @@ def make() -> int:
         requirements = [part for path in sorted(HERE.glob("requirements-*.txt")) for part in ("-r", str(path))]
         _pip("install", "--upgrade", "pip")
         # not compiled: half of it is never imported
-    _pip("install", "--no-compile", "--no-deps", "--only-binary", ":all:", *requirements)
+        _pip("install", "--no-compile", "--no-deps", "--only-binary", ":all:", *requirements)
         _pip("install", "--no-deps", "--editable", str(ROOT))
         STAMP.write_text(wanted_stamp())
     print(PYTHON)

@@ -1,62 +1,17 @@
-"""MaxText's own training engine in its smallest shape; runs where ``adapters_venv.py`` put the package.
-
-The engine of ``maxtext`` 0.2.5 imports four classes from a revision of tunix that is not published (0.1.7 has none of
-them). They are plain containers; stand-ins with the fields that the engine reads take their place. All else is real.
-"""
+"""MaxText's own training engine in its smallest shape; runs where ``adapters_venv.py`` put the package."""
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
-import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")
-
-import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-
-
-@flax.struct.dataclass
-class WeightedMetric:
-    unreduced_sum: jax.Array
-    denominator: jax.Array
-    eps: float | None = flax.struct.field(default=None, pytree_node=False)
-    min_denom: float | None = flax.struct.field(default=None, pytree_node=False)
-
-
-@flax.struct.dataclass
-class LossOutput:
-    primary_loss: WeightedMetric
-    aux_metrics: dict[str, WeightedMetric]
-
-
-class TrainerPayload: ...
-
-
-class RLTrainerPayload(TrainerPayload): ...
-
-
-STAND_INS: dict[str, tuple[type, ...]] = {
-    "tunix": (),
-    "tunix.sft": (),
-    "tunix.sft.utils": (WeightedMetric, LossOutput),
-    "tunix.experimental": (),
-    "tunix.experimental.common": (),
-    "tunix.experimental.common.datatypes": (TrainerPayload, RLTrainerPayload),
-}
-for name, classes in STAND_INS.items():
-    module = types.ModuleType(name)
-    module.__path__ = []
-    module.__dict__.update({each.__name__: each for each in classes})
-    sys.modules[name] = module
-
 import maxtext
+from absent_tunix import WeightedMetric  # before the engine, which imports it from tunix
+from jax.sharding import Mesh
 from maxtext.configs import pyconfig
 from maxtext.training_engine.maxtext_engine import MaxTextTrainingEngine
 from maxtext.utils.maxtext_utils import create_device_mesh
@@ -64,7 +19,7 @@ from maxtext.utils.sharding import get_input_data_sharding
 
 from shmstage.adapters.maxtext import MaxTextEngine
 
-VOCABULARY = 64
+VOCABULARY = 256
 SMALLEST = {
     "run_name": "small",
     "model_name": "default",
@@ -88,6 +43,8 @@ SMALLEST = {
     "checkpoint_period": 1,
     "skip_jax_distributed_system": "true",
     "log_config": "false",
+    "profiler_steps": 0,  # else its engine traces micro-batches 1 to 5
+    "enable_tensorboard": "false",
 }
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import maxtext_small as small
 import numpy as np
 from flax import nnx
 from flax.linen import logical_axis_rules
+from maxtext.training_engine.abstract_engine import AbstractTrainingEngine
 
 import shmstage
 from shmstage.memory.layout import Layout
@@ -82,7 +84,7 @@ def both(microbatches: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         seen[which].append(digest(batch))
 
     def maxtext_loss(model: Any, **batch: jax.Array) -> Any:
-        jax.debug.callback(functools.partial(note, "maxtext"), batch, ordered=True)
+        jax.debug.callback(functools.partial(note, "maxtext"), batch)
         return small.policy_loss(model, **batch)
 
     config = small.configuration(ROWS, TOKENS, None)
@@ -90,7 +92,7 @@ def both(microbatches: list[dict[str, np.ndarray]]) -> dict[str, Any]:
     graph, params, rest = nnx.split(engine.model, nnx.Param, ...)
 
     def own_loss(params: Any, batch: Mapping[str, jax.Array]) -> Any:
-        jax.debug.callback(functools.partial(note, "own"), dict(batch), ordered=True)
+        jax.debug.callback(functools.partial(note, "own"), dict(batch))
         return *small.policy_sums(nnx.merge(graph, params, rest, copy=True), batch), {}
 
     from maxtext.utils.train_utils import create_training_optimizer
@@ -108,12 +110,13 @@ def both(microbatches: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         token = adapter.fwd_bwd(place_private_copies(arrays, shardings))
         assert isinstance(token, jax.Array)
         token.block_until_ready()
+        jax.effects_barrier()  # one after the other: on several devices these notes have no order
     adapter.update().block_until_ready()
     with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
         for arrays in microbatches:
-            own.fwd_bwd(place_private_copies(arrays, shardings))
+            own.fwd_bwd(place_private_copies(arrays, shardings)).block_until_ready()
+            jax.effects_barrier()
         own.update().block_until_ready()
-    jax.effects_barrier()
     apart = [
         float(np.max(np.abs(np.asarray(one) - np.asarray(other))))
         for one, other in zip(adapter.weights().values(), own.weights().values(), strict=True)
@@ -173,13 +176,18 @@ def checkpoints(microbatches: list[dict[str, np.ndarray]], directory: Path) -> d
     }
 
 
+def signatures() -> dict[str, list[str]]:
+    """Parameters of what the package's abstract engine asks for, as its real engine has them."""
+    asked = sorted(AbstractTrainingEngine.__abstractmethods__ - {"train_step"})
+    return {name: [*inspect.signature(getattr(small.MaxTextTrainingEngine, name)).parameters] for name in asked}
+
+
 def main() -> None:
     microbatches = through_shared_memory([1, 2])
     with contextlib.redirect_stdout(sys.stderr):  # MaxText prints
-        report = {"step": both(microbatches)}
-        if "--checkpoints" in sys.argv:
-            with tempfile.TemporaryDirectory() as directory:
-                report["checkpoints"] = checkpoints(microbatches, Path(directory))
+        report = {"signatures": signatures(), "step": both(microbatches)}
+        with tempfile.TemporaryDirectory() as directory:
+            report["checkpoints"] = checkpoints(microbatches, Path(directory))
     print(json.dumps(report))
 
 
