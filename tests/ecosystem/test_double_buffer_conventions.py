@@ -378,7 +378,7 @@ def output_of(example: str) -> list[str]:
         env={**os.environ, "PYTHONPATH": str(TESTS.parent), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
