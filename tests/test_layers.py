@@ -39,6 +39,7 @@ DOORS = {
     "jaxlib": ("trainer/", "adapters/", "demo/", "testing/engines"),
     "optax": ("trainer/", "adapters/", "demo/", "testing/engines"),
     "orbax": ("trainer/", "adapters/"),
+    "maxtext": (),
     "pickle": (),
     "cloudpickle": (),
     "multiprocessing": (),
