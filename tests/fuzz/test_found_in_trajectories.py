@@ -21,6 +21,7 @@ from shmstage.packing import import_jsonl as importing
 from shmstage.packing import room
 from shmstage.packing.bundle import read_bundle, write_bundle
 from shmstage.packing.group_record import encode_group
+from shmstage.packing.import_bundle import import_bundle
 from shmstage.packing.journal import Journal
 from shmstage.packing.trajectory import Group, Trajectory
 
@@ -121,4 +122,4 @@ def test_a_file_without_line_ends_is_not_read_to_its_end(tmp_path: Path, monkeyp
     monkeypatch.setattr(importing, "LINE_LIMIT_NBYTES", 1000)
     (tmp_path / "x.jsonl").write_bytes(b"\0" * 5000)
     with pytest.raises(TrajectoryError, match="line 1: longer than 1000 bytes"):
-        importing.import_jsonl(tmp_path / "x.jsonl", tmp_path / "out")
+        import_bundle(tmp_path / "x.jsonl", tmp_path / "out")

@@ -19,7 +19,7 @@ from trajectory_making import make_trajectory
 from shmstage.errors import BundleError, ShmstageError, TrajectoryError
 from shmstage.packing.bundle import read_bundle, write_bundle
 from shmstage.packing.group_record import decode_group, encode_group
-from shmstage.packing.import_jsonl import import_jsonl
+from shmstage.packing.import_bundle import import_bundle
 from shmstage.packing.journal import Journal
 from shmstage.packing.journal_segment import frame
 from shmstage.packing.shard import decode_shard, encode_shard
@@ -188,7 +188,7 @@ def test_damaged_lines_become_a_bundle_or_are_refused(tmp_path_factory: Any, dam
     lines = [hostile_json(LINE | {"trajectory_id": f"t{number}"}, rng) for number, rng in enumerate(damage)]
     (folder / "x.jsonl").write_bytes(b"\n".join(lines))
     fitting = (TrajectoryError, BundleError)
-    survives(lambda: import_jsonl(folder / "x.jsonl", folder / "out"), *fitting, cap_nbytes=CAP_NBYTES)
+    survives(lambda: import_bundle(folder / "x.jsonl", folder / "out"), *fitting, cap_nbytes=CAP_NBYTES)
     if (folder / "out").exists():
         read_bundle(folder / "out")
 
