@@ -174,6 +174,7 @@ class Recorder:
                 # only now: until then it is looked for there
                 self._waiting.popleft()
                 self._held_nbytes -= item.nbytes
+                self._condition.notify_all()
             del item
 
     @property
