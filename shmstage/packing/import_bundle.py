@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, final
@@ -88,7 +88,9 @@ def _from_rollouts(
     rollouts = []
     for row in rows:
         seen.update(map(str, row.values))
-        rollouts.append(framework.read(row))
+        rollout = framework.read(row)
+        # lists of numbers take eight times what their arrays do
+        rollouts.append(replace(rollout, row=replace(row, values={})))
     made: list[Trajectory] = trajectories_of(rollouts, framework.names, choice)
     are_given = choice == "given" or (choice == "auto" and rollouts[0].advantages is not None)
     rule = "given" if are_given else "normalised" if choice == "auto" else choice
@@ -102,7 +104,7 @@ def _from_rollouts(
         notes.append(f"not used: {', '.join(ignored)}")
     lonely = lonely_groups(rollouts) if rule in ("normalised", "centred") else 0
     if lonely:
-        notes.append(f"{lonely} groups have one answer and nothing to compare it to: its advantage is the reward")
+        notes.append(f"groups of one answer, which is compared to nothing: {lonely}; its advantage is the reward")
     return Imported(write_bundle(out, made, provenance=provenance), tuple(notes))
 
 

@@ -113,7 +113,7 @@ def test_rewards_of_a_uid_become_normalised_advantages(imported: Import) -> None
     got = [float(trajectory.advantages[-1]) for trajectory in of(found) if trajectory.group_id == "p"]
     assert got == pytest.approx(want, rel=1e-6)
     assert [t.advantages[-1] for t in of(found) if t.group_id == "other"] == [9.0]
-    assert found.notes == ("1 groups have one answer and nothing to compare it to: its advantage is the reward",)
+    assert found.notes == ("groups of one answer, which is compared to nothing: 1; its advantage is the reward",)
     assert found.bundle.manifest["provenance"]["advantages"] == "normalised"
     assert found.bundle.manifest["provenance"]["epsilon"] == 1e-6
 
