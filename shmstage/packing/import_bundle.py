@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, final
 
-from shmstage.errors import TrajectoryError, shown
+from shmstage.errors import TrajectoryError
 from shmstage.packing import import_trl, import_verl
 from shmstage.packing.bundle import Bundle, write_bundle
 from shmstage.packing.import_jsonl import jsonl_rows
@@ -129,5 +129,5 @@ def _kind(first: Row) -> str:
         return told[0]
     return first.refuse(
         "wants tokens (our names), responses (verl's) or completion_ids (TRL's), got only "
-        f"{shown(sorted(map(str, first.values)), 400)}; say whose names they are with --format"
+        f"{first.names}; say whose names they are with --format"
     )

@@ -52,7 +52,7 @@ def _arguments(row: Row, named: str, batch_of: Mapping[str, int]) -> dict[str, A
         row.refuse(f"unknown key {unknown[0][:80]!r}; known are {known}")
     for name, remedy in _REQUIRED.items():
         if name not in given:
-            row.refuse(f"wants {name}, got only {', '.join(sorted(given))}; write {remedy}")
+            row.refuse(f"wants {name}, got only {row.names}; write {remedy}")
     arguments = {name: value for name, value in given.items() if value is not None}
     _cut(row, arguments)
     for name in ("trajectory_id", "group_id"):

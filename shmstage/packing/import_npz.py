@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from shmstage.errors import TrajectoryError
+from shmstage.errors import TrajectoryError, named
 from shmstage.packing.import_rows import Row
 from shmstage.packing.room import check_room
 
@@ -27,7 +27,7 @@ def npz_rows(file: Path) -> Iterator[Row]:
     arrays = _read(file)
     counts = {name: len(array) for name, array in arrays.items()}
     if len(set(counts.values())) > 1:
-        told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+        told = ", ".join(f"{named(name)} {count}" for name, count in sorted(counts.items()))
         raise TrajectoryError(f"{file}: arrays want as many rows as each other, got {told[:600]}; one row per record")
     for number in range(max(counts.values(), default=0)):
         values = {name: _value(array[number]) for name, array in arrays.items()}
@@ -45,14 +45,12 @@ def _read(file: Path) -> dict[str, Any]:
                 if name in arrays or name == member.filename:
                     raise TrajectoryError(f"{file}: {member.filename[:100]!r} is no array of its own; {_REMEDY}")
                 with archive.open(member) as opened:
-                    _check_header(opened, member.file_size, f"{file}: {name}")
+                    _check_header(opened, member.file_size, f"{file}: {named(name)}")
                 with archive.open(member) as opened:
                     arrays[name] = np.lib.format.read_array(opened, allow_pickle=False)
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, SyntaxError, RuntimeError) as error:
-        text = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
+        text = named(getattr(error, "strerror", None) or " ".join(str(error).split()), 300)
         raise TrajectoryError(f"{file} cannot be read as .npz: {text}; {_REMEDY}") from None
-    except NotImplementedError as error:
-        raise TrajectoryError(f"{file} cannot be read as .npz: {error}; {_REMEDY}") from None
     return arrays
 
 
@@ -60,7 +58,10 @@ def _check_header(opened: IO[bytes], file_nbytes: int, where: str) -> None:
     """An array takes what its header says before a byte of it is read: not more than the file has."""
     version = np.lib.format.read_magic(opened)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(opened)
+    try:
+        shape, _, dtype = read(opened)
+    except Exception as error:  # it is Python text: the library raises whatever it stumbles on in it
+        raise ValueError(f"{where}: {error}") from None
     if dtype.hasobject:
         raise TrajectoryError(
             f"{where} holds Python objects, which only pickle could read; pad lists of several lengths and save their "

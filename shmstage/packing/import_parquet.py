@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shmstage.errors import MissingExtraError, TrajectoryError, shown
+from shmstage.errors import MissingExtraError, TrajectoryError, named, shown
 from shmstage.packing.import_rows import Row
 from shmstage.packing.room import check_room
 
@@ -37,7 +37,7 @@ def parquet_rows(file: Path) -> Iterator[Row]:
                     values = {name: _value(column[place]) for name, column in zip(names, columns, strict=True)}
                     yield Row(f"{file}, row {number}", number, values)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        text = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
+        text = named(getattr(error, "strerror", None) or " ".join(str(error).split()), 300)
         raise TrajectoryError(f"{file} cannot be read as Parquet: {text}; write it again") from None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
-from shmstage.errors import TrajectoryError
+from shmstage.errors import TrajectoryError, shown
 
 #: records that make a batch where the file does not say it
 ROWS_PER_BATCH = 64
@@ -36,6 +36,11 @@ class Row:
             if value is not None:
                 return name, value
         return None
+
+    @property
+    def names(self) -> str:
+        """What there is, for an error's text."""
+        return shown(sorted(map(str, self.values)), 400)
 
     @property
     def default_batch(self) -> int:

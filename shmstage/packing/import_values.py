@@ -93,8 +93,7 @@ class Values:
         """The first of these that has a value."""
         found = self.row.first_of(names)
         if found is None:
-            there = ", ".join(sorted(map(str, self.row.values)))[:400]
-            self.row.refuse(f"wants {' or '.join(names)} ({what}), got only {there}; {remedy}")
+            self.row.refuse(f"wants {' or '.join(names)} ({what}), got only {self.row.names}; {remedy}")
         return found[0]
 
     def _listed(self, name: str) -> npt.NDArray[Any]:

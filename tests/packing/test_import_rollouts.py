@@ -231,7 +231,7 @@ WRONG = [
     (verl(uid=[1]), r"uid wants text or an integer, got \[1\]"),
     (verl(step=-1), "step wants an integer from 0, got -1"),
     (verl(attention_mask=[0, 0, 0, 0, 1, 1, 1, 0]), "the prompt wants at least one token"),
-    (trl(completion_ids=..., completion="text"), "wants completion_ids .*got only completion, .*has texts only"),
+    (trl(completion_ids=..., completion="text"), "wants completion_ids .*got only .*'completion'.*has texts only"),
     (trl(prompt_ids=...), "wants prompt_ids"),
     (trl(logprobs=...), "wants logprobs or sampling_per_token_logps or old_per_token_logps"),
     (trl(completion_mask=[1]), "completion_mask wants 3 values, one per token, got 1"),
