@@ -55,6 +55,11 @@ def launch(
     2 of a local one. Raises what ``single_host.run`` raises, and ``MissingExtraError`` without Ray. Whatever was
     started is gone afterwards, and nothing is left in shared memory of a host that can be reached.
     """
+    if settings.record is not None:
+        raise SettingsError(
+            f"record = {settings.record}: launch does not record, trajectories never come to its orchestrator; record "
+            "with `shmstage run`"
+        )
     need_ray()
     with contextlib.ExitStack() as stack:
         stack.enter_context(only_one(settings.run))
