@@ -82,6 +82,13 @@ MUTANTS = (
         (f"{STORES}::test_what_is_evaluated_has_numbers_of_its_own_and_is_kept_for_every_orchestrator",),
     ),
     Mutant(
+        "a store reads ahead as much as there is",
+        f"{LAUNCH}/trajectory_store.py",
+        "return len(run.ready) < AHEAD_GROUPS and run.ready_nbytes + nbytes <= self._ahead_nbytes",
+        "return len(run.ready) < AHEAD_GROUPS",
+        (f"{STORES}::test_reading_goes_ahead_only_as_far_as_there_is_room_and_release_makes_none",),
+    ),
+    Mutant(
         "a store lets go of one trajectory too many",
         f"{LAUNCH}/trajectory_store.py",
         "                if number >= below:\n",
@@ -203,6 +210,20 @@ MUTANTS = (
         "for shard in reversed(array.addressable_shards)}",
         "for shard in reversed(array.addressable_shards) if shard.replica_id == 0}",
         (f"{RANGES}::test_a_host_copies_what_it_holds_whichever_replica_that_is",),
+    ),
+    Mutant(
+        "what no device of this host holds is copied from nowhere",
+        f"{TRAINER}/host_copy.py",
+        "    if found != volume(wanted):\n",
+        "    if not found:\n",
+        (f"{RANGES}::test_a_host_copies_what_it_holds_whichever_replica_that_is",),
+    ),
+    Mutant(
+        "parameters on several hosts lie in the caller's memory",
+        f"{TRAINER}/distributed.py",
+        "    values = np.array(leaf)  # a copy",
+        "    values = np.asarray(leaf)  # a copy",
+        (f"{DISTRIBUTED}::test_state_that_is_copied_over_hosts_is_the_callers_no_more",),
     ),
     Mutant(
         "what was prepared once runs twice",

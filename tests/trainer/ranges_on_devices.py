@@ -115,7 +115,7 @@ def spread(devices: Any) -> Any:
     return ""
 
 
-def copied(spec: PartitionSpec, own: slice) -> Any:
+def copied(spec: PartitionSpec, own: slice, within: Any = None) -> Any:
     """What is wrong with the copy that a host with these devices makes of an array; "" if nothing is."""
     whole = np.arange(32, dtype=np.float32).reshape(8, 4)
     array = jax.device_put(whole, NamedSharding(mesh_of(DEVICES.reshape(4, 2)), spec))
@@ -125,7 +125,7 @@ def copied(spec: PartitionSpec, own: slice) -> Any:
         shape=array.shape, dtype=array.dtype, sharding=array.sharding, size=array.size, addressable_shards=shards
     )
     try:
-        here = part_here(theirs)
+        here = part_here(theirs) if within is None else within
         want = whole[tuple(slice(*pair) for pair in here)]
         got = host_copy(theirs, here)
     except EngineError as error:
@@ -157,6 +157,7 @@ def main() -> None:
         "spread rows": spread(rows),
         "spread tokens": spread(DEVICES.reshape(2, 4).T),
         "copied": [copied(PartitionSpec(), slice(4, 8)), copied(PartitionSpec("data"), slice(1, 8, 2))],
+        "not all here": copied(PartitionSpec("data"), slice(1, 4, 2), ((2, 6), (0, 4))),
     }
     json.dump(found, sys.stdout)
 

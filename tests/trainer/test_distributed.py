@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from shmstage.errors import EngineError
 from shmstage.testing.engines import MemoryStore, ToyEngine
@@ -214,6 +215,15 @@ def test_what_the_first_host_says_counts_for_all_each_time(monkeypatch: pytest.M
         monkeypatch.setattr(distributed, "_asked", itertools.count())
         found.append([distributed.said_by_first("restore", mine) for mine in own])
     assert found == [[3, None, 5]] * 2
+
+
+def test_state_that_is_copied_over_hosts_is_the_callers_no_more() -> None:
+    memory = np.zeros(4096 + 64, np.uint8)
+    begin = -memory.ctypes.data % 64  # so aligned, the CPU backend takes memory as it is
+    values = memory[begin : begin + 4096].view(np.float32)
+    copy = distributed.copied_over_hosts(values, SingleDeviceSharding(jax.devices()[0]))
+    values[:] = 7
+    assert not np.asarray(copy).any()
 
 
 def test_state_of_which_no_host_has_all_is_refused_by_name() -> None:
