@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from shmstage.errors import (
     UpdateDeferredError,
     WaitTimeoutError,
 )
+from shmstage.memory.handle import Handle
 from shmstage.orchestrator import trainer_fleet
 from shmstage.orchestrator.trainer_client import TrainerClient
 from shmstage.testing.doubles_trainer import Script
@@ -27,7 +29,7 @@ from shmstage.testing.engines_refusing import RefusingEngine
 from shmstage.testing.fault_plan import Effect, Fault, FaultPlan
 from shmstage.trainer import preparation
 from shmstage.transport.client import Client
-from shmstage.wire.handles import handle_to_wire
+from shmstage.wire.handles import handle_from_wire, handle_to_wire
 
 
 def executed(world: FleetWorld, host: int) -> list[str]:
@@ -111,6 +113,30 @@ def test_micro_batches_of_different_content_are_not_trained_together() -> None:
                 "prepare", {"command": "fwd_bwd", "arguments": arguments, "sequence": 100}, timeout_s=10.0
             )
             assert f"digest {wire[3].hex()}" in reply["state"]["microbatch"]  # type: ignore[union-attr]
+
+
+def test_every_host_is_told_of_its_own_slot_and_of_the_loss_tokens_of_the_whole() -> None:
+    """After a patch the whole's are the new ones, while a part is as it was published."""
+    with fleet_of(2) as world:
+        handle = replace(world.publish(1, 0), loss_tokens=5)
+        told: list[Handle] = []
+
+        def listen(client: Any) -> None:
+            begin = client.begin
+
+            def heard(command: str, arguments: Any) -> Any:
+                if command == "fwd_bwd":
+                    told.append(handle_from_wire(arguments["handle"]))
+                return begin(command, arguments)
+
+            client.begin = heard
+
+        for member in world.members:
+            listen(member.client)
+        world.client.fwd_bwd(handle, defer_update=False)
+        parts = world.book.parts(handle.request_id)
+        assert parts[0].request_id != parts[1].request_id
+        assert told == [replace(part, loss_tokens=5) for part in parts]
 
 
 def test_commands_that_reach_a_host_in_another_order_are_refused() -> None:

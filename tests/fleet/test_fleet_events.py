@@ -220,7 +220,10 @@ def test_a_restore_forgets_what_was_under_way() -> None:
     fleet = FleetEvents(NAMES[:2], book_of(2, (1, 0)))
     fleet.promised([1, 1])
     fleet.heard(0, token(0, 1, "fwd_bwd", 1))
+    fleet.heard(0, ticket(0, 2, 2))  # of a reply that did not come
     fleet.clear()
     fleet.heard(1, token(1, 1, "fwd_bwd", 1))
     fleet.heard(1, ticket(1, 2, 1))
+    fleet.promised([2, 2])
+    fleet.heard(1, ticket(1, 3, 2))
     assert fleet.take() == []

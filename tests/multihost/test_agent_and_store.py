@@ -15,7 +15,7 @@ import xxhash
 
 from shmstage.errors import AuthError, PeerLostError, PoolError, ProtocolError, SettingsError, WaitTimeoutError
 from shmstage.launch import store_commands
-from shmstage.launch.door import Door, Speaker
+from shmstage.launch.door import Arguments, Door, Speaker
 from shmstage.launch.host_agent import HostAgent
 from shmstage.launch.ray_actors import check_shared
 from shmstage.launch.source_share import SourceShare
@@ -27,6 +27,7 @@ from shmstage.packing.fields import microbatch_layout
 from shmstage.packing.fill import fill_microbatch, microbatch_digest
 from shmstage.packing.journal import Journal
 from shmstage.packing.parts import digest_of_rows, part_of
+from shmstage.packing.pieces import decode_pieces
 from shmstage.packing.plan import PlannedMicrobatch, Planner, PlanSettings
 from shmstage.packing.reference import Key, RoutingShape, TrajectoryReference
 from shmstage.packing.trajectory import Group, Trajectory
@@ -198,12 +199,116 @@ def test_groups_trained_before_a_resume_are_not_held(tmp_path: Path) -> None:
     store.close()
 
 
+def read_ahead(store: TrajectoryStore) -> None:
+    """Until the store has read all that its source gives."""
+    with store._condition:
+        assert store._condition.wait_for(lambda: store._run is not None and store._run.ended, 20.0)
+
+
+def test_groups_that_are_passed_over_are_let_go(tmp_path: Path) -> None:
+    store = store_of(Given(8), tmp_path)
+    assert [group[0] for group in store.read(1, 0, 1, 5.0)["groups"]] == [0]
+    read_ahead(store)
+    (group,) = store.read(1, 5, 9, 5.0)["groups"]
+    assert (group[0], group[3][0][0]) == (6, 6)
+    for number in (2, 5):  # of groups 2 and 4, which nobody was told of
+        with pytest.raises(ProtocolError, match=f"no trajectory number {number}"):
+            store.pieces(np.array([number]), np.array([0]), np.array([1]))
+    assert store.pieces(np.array([1, 6]), np.array([0, 0]), np.array([1, 1]))
+    assert store.held_nbytes == sum(trajectory(n).nbytes for n in (0, 1, 12, 13))
+    store.close()
+
+
+def test_the_end_is_told_when_everything_was_given_and_not_before(tmp_path: Path) -> None:
+    store = store_of(Given(6), tmp_path)
+    answers = [store.read(1, 0, 1, 5.0)]
+    read_ahead(store)
+    answers += [store.read(1, cursor, 1, 5.0) for cursor in (1, 3, 5)]
+    told = [([group[0] for group in answer["groups"]], answer["end"]) for answer in answers]
+    assert told == [([0], False), ([2], False), ([4], True), ([], True)]
+    store.close()
+
+
+def test_a_new_orchestrator_is_given_nothing_that_was_read_for_the_one_before(tmp_path: Path) -> None:
+    store = store_of(Given(6), tmp_path)
+    store.open_session(1)
+    store.read(1, 0, 1, 5.0)
+    read_ahead(store)
+    store.open_session(2)
+    (group,) = store.read(1, 1, 1, 5.0)["groups"]  # it resumes just where the dead one was
+    assert group[0] == 2
+    assert store.pieces(np.array([group[3][0][0]]), np.array([0]), np.array([1]))
+    store.close()
+
+
+def test_what_is_evaluated_has_numbers_of_its_own_and_is_kept_for_every_orchestrator(tmp_path: Path) -> None:
+    share, evaluated = (SourceShare(Given(groups), 1, 2, tmp_path / "journal") for groups in (4, 6))
+    store = TrajectoryStore(settings_at(tmp_path), share, evaluated, 1, 2)
+    for epoch in (1, 2):
+        store.open_session(epoch)
+        answers = [store.read_evaluation("eval", cursor, 2) for cursor in (0, 4)]
+        assert [[group[0] for group in answer["groups"]] for answer in answers] == [[1, 3], [5]]
+        assert [answer["end"] for answer in answers] == [False, True]
+        trained, scored = (
+            {each[0]: each for group in groups for each in group[3]}
+            for groups in (read_all(store), answers[0]["groups"] + answers[1]["groups"])
+        )
+        assert not trained.keys() & scored.keys() and len(scored) == 6
+        store.release(max(trained) + 1)
+        numbers = np.array([*scored])
+        pieces = decode_pieces(store.pieces(numbers, np.zeros_like(numbers), np.ones_like(numbers)))
+        assert [piece.digest for piece in pieces] == [each[6] for each in scored.values()]
+        assert store.held_nbytes == 0
+    store.close()
+
+
+def test_a_shards_journal_lets_go_of_its_own_groups_before_the_covered_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Store 1 of 2 gives groups 1, 3, 5; its journal counts them from 0."""
+    own: list[int] = []
+    monkeypatch.setattr(Journal, "release", lambda self, cursor: own.append(cursor))
+    store = store_of(Sharded(8, replayable=False), tmp_path, 1)
+    for covered in range(6):
+        store.covered(covered)
+    assert own == [0, 0, 1, 1, 2, 2]
+    store.close()
+
+
+def test_a_stores_door_asks_the_store_for_what_it_was_asked() -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    class Asked:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: asked.append((name, *arguments))
+
+    store: Any = Asked()
+    commands = store_commands.commands(store)
+    for name, arguments in [
+        ("read", {"pass_number": 2, "cursor": 3, "count": 4, "wait_s": 1.0}),
+        ("read", {"pass_number": 2, "cursor": 3, "count": 4, "wait_s": 1e9}),
+        ("read", {"what": "eval", "pass_number": 1, "cursor": 3, "count": 4, "wait_s": 1.0}),
+        ("first", {"wait_s": 1e9}),
+        ("first", {"what": "eval", "wait_s": 2}),
+        ("expected", {"batch_index": 6}),
+        ("release", {"below": 7}),
+        ("covered", {"cursor": 8}),
+    ]:
+        commands[name](Arguments(name, arguments), lambda: False)
+    longest = store_commands.MAX_WAIT_S
+    assert asked == [
+        ("read", 2, 3, 4, 1.0), ("read", 2, 3, 4, longest), ("read_evaluation", "eval", 3, 4),
+        ("first", "train", longest), ("first", "eval", 2.0), ("expected", 6), ("release", 7), ("covered", 8),
+    ]  # fmt: skip
+
+
 def test_reading_goes_ahead_only_as_far_as_there_is_room_and_release_makes_none(tmp_path: Path) -> None:
     nbytes = max(trajectory(n).nbytes for n in range(40))
     store = store_of(Given(20), tmp_path, 0, 1, max_held_bytes=4 * 4 * nbytes)  # a quarter of it is read ahead
-    answer = store.read(1, 0, 1, 5.0)
-    assert len(answer["groups"]) == 1
-    assert store.held_nbytes <= 6 * nbytes
+    for cursor in range(10):
+        answer = store.read(1, cursor, 1, 5.0)
+        assert len(answer["groups"]) == 1
+        assert store.held_nbytes <= 2 * nbytes * (cursor + 1) + 4 * nbytes
     store.close()
 
 

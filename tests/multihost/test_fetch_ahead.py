@@ -1,13 +1,16 @@
-"""Fetching ahead: what is waited for is not forgotten, however much is wanted after it."""
+"""Fetching ahead: what is begun, what is forgotten, and what ends a wait."""
 
 from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 
+from shmstage.errors import ProtocolError, StoppedError
 from shmstage.launch.fetch_ahead import AHEAD, REMEMBERED, FetchAhead, Fetched
 from shmstage.packing.parts import WindowPart, part_of, read_part
 from shmstage.packing.pieces import encode_pieces
@@ -27,22 +30,23 @@ TRAJECTORY = Trajectory(
 class Slow:
     """A store whose answers are held back."""
 
-    def __init__(self) -> None:
+    def __init__(self, trajectory: Trajectory = TRAJECTORY) -> None:
+        self.trajectory = trajectory
         self.may_answer = threading.Event()
         self.asked = threading.Semaphore(0)
 
     def pieces(self, store: int, numbers: Any, begins: Any, ends: Any) -> list[np.ndarray[Any, Any]]:
         self.asked.release()
         assert self.may_answer.wait(30.0)
-        return encode_pieces([TRAJECTORY] * len(numbers), list(zip(begins.tolist(), ends.tolist(), strict=True)))
+        return encode_pieces([self.trajectory] * len(numbers), list(zip(begins.tolist(), ends.tolist(), strict=True)))
 
 
-def part() -> WindowPart:
+def part(trajectory: Trajectory = TRAJECTORY) -> WindowPart:
     planner = Planner(PlanSettings(rows=1, tokens=TOKENS))
     planner.add(0, TOKENS)
     (plan,) = planner.close_window()
     window = Window(0, 1, 0, TOKENS)
-    sent = part_of(plan, {0: TrajectoryReference.of(TRAJECTORY, Key(0, 7))}, window)
+    sent = part_of(plan, {0: TrajectoryReference.of(trajectory, Key(0, 7))}, window)
     return read_part(sent.plan, sent.digests, window)
 
 
@@ -77,3 +81,70 @@ def test_what_somebody_waits_for_is_not_forgotten_however_much_is_wanted_after_i
     finally:
         stores.may_answer.set()
         fetching.close()
+
+
+def test_bytes_fetched_ahead_stay_below_the_limit_but_for_what_is_packed_next() -> None:
+    fetching = FetchAhead(stores := Slow(), limit_nbytes=100, verify_full=False)
+    stores.may_answer.set()
+    wanted = part()
+
+    def begun() -> list[bytes]:
+        return [key for key, wish in fetching._wishes.items() if wish.requests is not None]
+
+    def take(key: bytes) -> None:
+        fetching.take(key, wanted, deadline=time.monotonic() + 30, given_up=lambda: False)
+
+    try:
+        for key, nbytes in ((b"large", 1000), (b"first", 60), (b"second", 40), (b"third", 1)):
+            fetching.want(key, wanted, nbytes)
+        assert begun() == [b"large"], "one is fetched ahead, however large it is"
+        take(b"large")
+        assert begun() == [b"first", b"second"]
+        take(b"third")
+        assert begun() == [b"first", b"second"]
+        take(b"first")
+        take(b"second")
+        assert fetching._wishes == {}
+    finally:
+        fetching.close()
+
+
+def test_a_wait_for_pieces_ends_when_nobody_wants_them_any_more() -> None:
+    fetching = FetchAhead(stores := Slow(), limit_nbytes=1 << 30, verify_full=False)
+    asked = 0
+
+    def given_up() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            stores.may_answer.set()
+        return True
+
+    try:
+        with pytest.raises(StoppedError, match="waiting for pieces of store 0"):
+            fetching.take(b"only", part(), deadline=time.monotonic() + 3600, given_up=given_up)
+    finally:
+        stores.may_answer.set()
+        fetching.close()
+
+
+def test_full_verification_finds_values_that_are_not_those_of_their_digest() -> None:
+    wrong = Trajectory(
+        trajectory_id="wrong", group_id="g", batch_index=0, tokens=TRAJECTORY.tokens, loss_mask=ONES, advantages=ONES,
+        old_logprobs=ONES,
+    )  # fmt: skip
+    object.__setattr__(wrong, "digest", TRAJECTORY.digest)
+    for full in (False, True):
+        fetching = FetchAhead(stores := Slow(wrong), limit_nbytes=1 << 30, verify_full=full)
+        stores.may_answer.set()
+        try:
+            take = partial(
+                fetching.take, b"only", part(), deadline=time.monotonic() + 30, given_up=lambda: False
+            )
+            if full:
+                with pytest.raises(ProtocolError, match="'wrong': what came has digest"):
+                    take()
+            else:
+                assert list(take().pieces) == [0]
+        finally:
+            fetching.close()

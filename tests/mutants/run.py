@@ -32,10 +32,10 @@ ALL_S = 180.0
 BROKEN = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError", "AttributeError")
 
 
-def catalogue() -> list[Mutant]:
-    """All mutants of the modules ``*_mutants.py`` here."""
+def catalogue(module: str = "*") -> list[Mutant]:
+    """All mutants of ``MODULE_mutants.py``, of all such modules here unless one is named."""
     found: list[Mutant] = []
-    for path in sorted(HERE.glob("*_mutants.py")):
+    for path in sorted(HERE.glob(f"{module}_mutants.py")):
         found += __import__(path.stem).MUTANTS
     names = [mutant.name for mutant in found]
     assert len(set(names)) == len(names), f"two mutants share a name: {sorted(n for n in names if names.count(n) > 1)}"
@@ -114,8 +114,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=2, help="copies worked on at once")
     parser.add_argument("--only", default="", help="mutants whose file or name contains this")
+    parser.add_argument("--module", default="*", help="mutants of MODULE_mutants.py alone")
     args = parser.parse_args()
-    mutants = [mutant for mutant in catalogue() if args.only in mutant.name or args.only in mutant.file]
+    mutants = [mutant for mutant in catalogue(args.module) if args.only in mutant.name or args.only in mutant.file]
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with ThreadPoolExecutor(args.jobs) as pool:
         parts = [mutants[number :: args.jobs] for number in range(args.jobs)]

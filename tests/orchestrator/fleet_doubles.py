@@ -129,7 +129,8 @@ class DoubleStore:
     def _read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         cursor, count = given["cursor"], given["count"]
         if given.get("what", "train") == "eval":
-            return {"groups": [group for group in self._evaluated if group[0] >= cursor], "end": True}
+            left = [group for group in self._evaluated if group[0] >= cursor]
+            return {"groups": left[:count], "end": len(left) <= count}
         mine = [n for n in range(cursor, len(self._groups)) if n % self._count == self._index][:count]
         return {"groups": self._numbered((n, self._groups[n]) for n in mine), "end": len(mine) < count}
 

@@ -24,7 +24,7 @@ from shmstage.memory.reader import PoolReader
 from shmstage.orchestrator.doors import Doors
 from shmstage.orchestrator.fleet_late import FleetLateFields
 from shmstage.orchestrator.fleet_packer import FleetPacker
-from shmstage.orchestrator.fleet_source import FleetSource
+from shmstage.orchestrator.fleet_source import GROUPS_PER_READ, FleetSource
 from shmstage.orchestrator.handle_book import HandleBook
 from shmstage.orchestrator.intake import Intake, Planned, Upcoming
 from shmstage.packing.fields import OLD_LOGPS, RECOMPUTED, SAMPLER_IS_WEIGHTS, microbatch_layout
@@ -62,14 +62,16 @@ class Orchestrator:
         self.book = HandleBook(len(hosts.names))
         self.source = FleetSource(self.stores, told, passes=passes, timeout_s=WAIT_S)
 
-    def open(self, windows: Sequence[Window] = HALVES, slots: int = 3, late: Sequence[str] = ()) -> FleetPacker:
+    def open(
+        self, windows: Sequence[Window] = HALVES, slots: int = 3, late: Sequence[str] = (), remembered: bool = False
+    ) -> FleetPacker:
         layout = microbatch_layout(windows[0].rows, windows[0].tokens, late=late)
         bounds = [[[w.row_begin, w.row_end, w.token_begin, w.token_end]] for w in windows]
         asked = {"layouts": [layout.to_wire()], "tiles": [2, 1], "slots": slots, "aux_slots": 1}
         self.auxes.each("open_pool", [asked | {"windows": each} for each in bounds], timeout_s=WAIT_S)
         return FleetPacker(
             self.feeds, windows, layout.layout_id, self.book, rows=ROWS, tokens=TOKENS, nbytes=1, slots=slots,
-            slot_timeout_s=WAIT_S, call_timeout_s=WAIT_S,
+            slot_timeout_s=WAIT_S, call_timeout_s=WAIT_S, remembered=remembered,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -128,6 +130,49 @@ def test_a_fleets_input_is_planned_as_one_hosts_from_any_cursor_in_any_pass(
 
 def test_the_first_trajectory_is_that_of_the_first_group_that_has_one(orchestrator: Orchestrator) -> None:
     assert orchestrator.source.first.digest == GROUPS[0].trajectories[0].digest
+    late = [make_group(0, 0, []), *(make_group(i, 0, [3]) for i in (1, 2))]
+    with DoubleHosts(RUN, late) as hosts:  # the first store that has one has a later one
+        other = Orchestrator(hosts)
+        assert other.source.first.digest == late[1].trajectories[0].digest
+        other.close()
+
+
+def test_reading_begins_anew_wherever_it_is_told_and_whatever_was_read_before(orchestrator: Orchestrator) -> None:
+    every = [(number, f"g{number}") for number in range(len(GROUPS))]
+
+    def read(pass_number: int, cursor: int) -> list[tuple[int, str]]:
+        return [(group.number, group.group_id) for group in orchestrator.source.groups_of_pass(pass_number, cursor)]
+
+    broken_off = orchestrator.source.groups(0)
+    for _ in range(5):
+        next(broken_off)
+    assert read(1, 2) == every[2:]
+    assert read(1, 2) == every[2:]
+    assert read(2, 0) == every
+
+
+def test_an_evaluation_has_every_group_once_in_order_however_many_answers_it_takes() -> None:
+    evaluated = [make_group(i, 0, [i % TOKENS + 1]) for i in range(3 * GROUPS_PER_READ)]
+    with DoubleHosts(RUN, GROUPS, evaluated=evaluated) as hosts:
+        orchestrator = Orchestrator(hosts)
+        found = orchestrator.source.evaluation()
+        assert found.first.digest == evaluated[0].trajectories[0].digest
+        for begin in (0, 7):
+            digests = [each.digest for group in found.groups(begin) for each in group.trajectories]
+            assert digests == [each.digest for group in evaluated[begin:] for each in group.trajectories]
+        orchestrator.close()
+
+
+def test_a_batch_of_a_sharded_source_is_as_large_as_its_parts_together() -> None:
+    told = iter([3, 4, 3, None, None, 4])
+    with DoubleHosts(RUN, GROUPS, live=True, expected=lambda batch_index: next(told)) as hosts:
+        orchestrator = Orchestrator(hosts)
+        size_of = orchestrator.source.expected_groups
+        assert size_of is not None
+        # of a batch that one of them does not know, its end is where the next one begins
+        assert [size_of(batch) for batch in (0, 1, 2)] == [7, None, None]
+        assert [size_of(batch) for batch in (0, 1, 2)] == [7, None, None], "it was asked for again"
+        orchestrator.close()
 
 
 def test_an_input_without_a_trajectory_is_refused() -> None:
@@ -319,6 +364,18 @@ def test_agents_hear_of_plans_before_their_turn_and_of_each_once(
                 # told of before the one before it was packed
                 assert heard.index(("prefetch", plan)) < heard.index(("pack", plans[position - 1]))
         orchestrator.close()
+
+
+def test_a_plan_that_one_host_forgot_is_told_to_it_once_more(hosts: DoubleHosts, orchestrator: Orchestrator) -> None:
+    packer = orchestrator.open(remembered=True)
+    hosts.agents[1].forgets = True
+    planned = next(iter(Intake(orchestrator.source, PLAN, passes=1)))
+    packer.ahead([Upcoming(planned.plan, {n: a.trajectory for n, a in planned.arrivals.items()})])
+    handle = packed(packer, planned)
+    told = [[given["plan"] for command, given in agent.feed.heard if command == "pack"] for agent in hosts.agents]
+    spelled = [next(given["plan"] for command, given in a.feed.heard if command == "prefetch") for a in hosts.agents]
+    assert told == [[b""], [b"", spelled[1]]]
+    assert len(orchestrator.book.parts(handle.request_id)) == 2
 
 
 def test_each_host_writes_the_late_fields_of_its_own_slot(hosts: DoubleHosts, orchestrator: Orchestrator) -> None:

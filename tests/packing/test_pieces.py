@@ -26,7 +26,13 @@ HEAD, ENTRY = 64, 128
 
 
 def trajectory(length: int, seed: int = 0, *, name: str = "t", held: bool = False, **changes: Any) -> Trajectory:
-    one = make_trajectory(length, name=name, seed=seed, **{"optional": OPTIONAL_FIELDS, "experts": 300, **changes})
+    """Some of its layers have no experts at some tokens."""
+    given_: dict[str, Any] = {"name": name, "seed": seed, "optional": OPTIONAL_FIELDS, "experts": 300, **changes}
+    one = make_trajectory(length, **given_)
+    if one.routing is not None:
+        routing = np.array(one.routing)
+        routing[np.random.default_rng(seed).random(routing.shape[:2]) < 0.3] = -1
+        one = make_trajectory(length, **given_, routing=routing)
     return HeldForm("ragged_packed", 300).of(one) if held else one
 
 

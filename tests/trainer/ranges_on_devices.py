@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from shmstage.errors import LayoutError
+from shmstage.errors import EngineError, LayoutError
 from shmstage.memory.layout import Layout
 from shmstage.packing.fields import microbatch_layout
 from shmstage.trainer.field_placement import FieldPlacement
+from shmstage.trainer.host_copy import host_copy, part_here
 from shmstage.trainer.optax_engine import OptaxEngine
 from shmstage.trainer.placement import Placement
 from shmstage.trainer.ranges import ranges_of
@@ -85,6 +87,53 @@ def tiled() -> Any:
     return by_name
 
 
+def spread(devices: Any) -> Any:
+    """What is wrong with what the last four devices are given of a slot of the second host; "" if nothing is."""
+    mesh = mesh_of(devices)
+    shardings = {f.name: seen(mesh, PartitionSpec(*tuple(SPEC)[: len(f.shape)]), (4, 8)) for f in TOY.fields}
+    here = ranges_of(TOY, shardings).local
+    local = Layout.of({f.name: (f.dtype, tuple(end - begin for begin, end in here[f.name])) for f in TOY.fields})
+    whole = {f.name: np.arange(np.prod(f.shape), dtype=f.dtype).reshape(f.shape) + 7 for f in TOY.fields}
+    views = {name: array[tuple(slice(*pair) for pair in here[name])] for name, array in whole.items()}
+    placed = Placement(local, TOY, shardings).spread
+    assert placed is not None
+    # one process has all devices, and would want parts of all of them
+    together, jax.make_array_from_single_device_arrays = jax.make_array_from_single_device_arrays, lambda *given: given
+    try:
+        for name, given in placed(views).items():
+            shape, sharding, parts = given
+            devices_here = [next(iter(part.devices())) for part in parts]
+            if shape != whole[name].shape or devices_here != list(DEVICES[4:]):
+                return f"{name}: {shape} on {devices_here}"
+            for device, part in zip(devices_here, parts, strict=True):
+                want = whole[name][sharding.devices_indices_map(shape)[device]]
+                if not np.array_equal(np.asarray(part), want):
+                    return f"{name} on {device}: {np.asarray(part).tolist()}, want {want.tolist()}"
+    except Exception as error:
+        return repr(error)
+    finally:
+        jax.make_array_from_single_device_arrays = together
+    return ""
+
+
+def copied(spec: PartitionSpec, own: slice, within: Any = None) -> Any:
+    """What is wrong with the copy that a host with these devices makes of an array; "" if nothing is."""
+    whole = np.arange(32, dtype=np.float32).reshape(8, 4)
+    array = jax.device_put(whole, NamedSharding(mesh_of(DEVICES.reshape(4, 2)), spec))
+    shards = [shard for shard in array.addressable_shards if shard.device in set(DEVICES[own])]
+    assert all(shard.replica_id for shard in shards)
+    theirs: Any = SimpleNamespace(
+        shape=array.shape, dtype=array.dtype, sharding=array.sharding, size=array.size, addressable_shards=shards
+    )
+    try:
+        here = part_here(theirs) if within is None else within
+        want = whole[tuple(slice(*pair) for pair in here)]
+        got = host_copy(theirs, here)
+    except EngineError as error:
+        return str(error)
+    return "" if np.array_equal(got, want) else f"{got.tolist()}, want {want.tolist()}"
+
+
 def main() -> None:
     rows = DEVICES.reshape(8, 1)
     grid = DEVICES.reshape(4, 2)
@@ -106,6 +155,10 @@ def main() -> None:
         "no device": refusal(lambda: ranges_of(everything, {"completion_ids": seen(mesh_of(grid), SPEC, (8, 8))})),
         "wrong part": refusal(lambda: Placement(part, everything, half)),
         "tiled": tiled(),
+        "spread rows": spread(rows),
+        "spread tokens": spread(DEVICES.reshape(2, 4).T),
+        "copied": [copied(PartitionSpec(), slice(4, 8)), copied(PartitionSpec("data"), slice(1, 8, 2))],
+        "not all here": copied(PartitionSpec("data"), slice(1, 4, 2), ((2, 6), (0, 4))),
     }
     json.dump(found, sys.stdout)
 

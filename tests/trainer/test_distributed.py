@@ -1,8 +1,12 @@
-"""Two real processes with ``jax.distributed`` on loopback, two virtual devices each, against one process alone."""
+"""Two real processes with ``jax.distributed`` on loopback, two virtual devices each, against one process alone.
+
+At the end what needs no second process: who writes, who decides, and what is refused.
+"""
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import shutil
@@ -11,10 +15,18 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
+
+from shmstage.errors import EngineError
+from shmstage.testing.engines import MemoryStore, ToyEngine
+from shmstage.trainer import distributed, optax_engine
+from shmstage.trainer.digests import param_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -163,3 +175,68 @@ def test_what_either_saved_both_restore(
         for saved_by, trained in ((1, alone), (2, both[0])):
             for case in CASES:
                 assert found[f"{saved_by}.{case}"] == {"step": 3, "note": 7, "digest": trained[case]["digest"]}
+
+
+# --- without a second process -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_hosts_the_first_alone_writes_and_discards_checkpoints(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that write one file, or remove what the other restores, leave none."""
+    engine = ToyEngine(store=(store := MemoryStore()))
+
+    def save(step: int) -> dict[str, object]:
+        snapshot = engine.save(step, {"note": step})
+        snapshot.copy_to_host()
+        return snapshot.write()
+
+    for step in (1, 2, 3):
+        save(step)
+    monkeypatch.setattr(jax, "process_index", lambda: rank)
+    monkeypatch.setattr(optax_engine, "said_by_first", lambda what, mine: mine)
+    engine._spans_hosts = True
+    assert save(4) == {"step": 4, "path": "" if rank else "memory/4"}
+    assert store.steps() == ([1, 2, 3] if rank else [1, 2, 3, 4])
+    digest = param_digest(engine)
+    assert engine.restore(at_most=2) == {"note": 2, "step": 2}
+    assert param_digest(engine) == digest
+    assert store.steps() == ([1, 2, 3] if rank else [1, 2])
+
+
+def test_what_the_first_host_says_counts_for_all_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: dict[str, str] = {}
+    shared = SimpleNamespace(key_value_set=said.__setitem__, blocking_key_value_get=lambda key, ms: said[key])
+    monkeypatch.setattr(distributed, "coordinator_store", lambda: shared)
+    found = []
+    for rank, own in enumerate([[3, None, 5], [9, 1, None]]):
+        monkeypatch.setattr(jax, "process_index", lambda rank=rank: rank)
+        monkeypatch.setattr(distributed, "_asked", itertools.count())
+        found.append([distributed.said_by_first("restore", mine) for mine in own])
+    assert found == [[3, None, 5]] * 2
+
+
+def test_state_that_is_copied_over_hosts_is_the_callers_no_more() -> None:
+    memory = np.zeros(4096 + 64, np.uint8)
+    begin = -memory.ctypes.data % 64  # so aligned, the CPU backend takes memory as it is
+    values = memory[begin : begin + 4096].view(np.float32)
+    copy = distributed.copied_over_hosts(values, SingleDeviceSharding(jax.devices()[0]))
+    values[:] = 7
+    assert not np.asarray(copy).any()
+
+
+def test_state_of_which_no_host_has_all_is_refused_by_name() -> None:
+    def lying(*parts: tuple[int, int]) -> Any:
+        shards = [SimpleNamespace(index=(slice(*part),)) for part in parts]
+        return SimpleNamespace(shape=(4,), size=4, sharding="cut over hosts", addressable_shards=shards)
+
+    distributed.check_replicated({"whole": lying((0, 4)), "twice": lying((0, 4), (0, 4)), "cut": lying((0, 2), (2, 4))})
+    with pytest.raises(EngineError, match=r"state w \[4\] lies as cut over hosts: no host has all of it"):
+        distributed.check_replicated({"a": lying((0, 4)), "w": lying((0, 2), (0, 2))})
+
+
+def test_a_mesh_spans_hosts_if_one_of_its_devices_is_anothers() -> None:
+    for processes, spans in (([0, 0], False), ([0, 1], True), ([1, 1], True)):
+        mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=each) for each in processes]))
+        assert distributed.spans_processes(mesh) is spans

@@ -76,6 +76,16 @@ def test_what_cannot_be_cut_is_refused_with_values_and_remedy(
         assert word in found[what]
 
 
+@pytest.mark.parametrize("cut", ["rows", "tokens"])
+def test_every_device_is_given_its_own_part_of_what_its_host_holds(found: dict[str, Any], cut: str) -> None:
+    assert found[f"spread {cut}"] == ""
+
+
+def test_a_host_copies_what_it_holds_whichever_replica_that_is(found: dict[str, Any]) -> None:
+    assert found["copied"] == ["", ""]
+    assert "of the wanted 16 elements this process's devices hold 8" in found["not all here"]
+
+
 def test_tiles_of_routing_are_cut_like_rows_and_tokens_and_routing_without_tiles_is_not(found: dict[str, Any]) -> None:
     assert len(found["tiled"]) == 4
     for name, (tiles, flat) in found["tiled"].items():
