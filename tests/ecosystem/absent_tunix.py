@@ -1,6 +1,6 @@
 """Stand-ins for what ``maxtext`` 0.2.5 imports from a revision of tunix that is not published (0.1.7 has none of it).
 
-Four plain containers, with the fields that MaxText's training engine reads. To be imported before it.
+Four plain containers, with what MaxText's training engine reads of them. To be imported before it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import types
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")
 
@@ -21,6 +22,9 @@ class WeightedMetric:
     denominator: jax.Array
     eps: float | None = flax.struct.field(default=None, pytree_node=False)
     min_denom: float | None = flax.struct.field(default=None, pytree_node=False)
+
+    def compute(self) -> jax.Array:
+        return self.unreduced_sum / jnp.where(self.denominator == 0, 1, self.denominator)
 
 
 @flax.struct.dataclass

@@ -176,10 +176,16 @@ def checkpoints(microbatches: list[dict[str, np.ndarray]], directory: Path) -> d
     }
 
 
-def signatures() -> dict[str, list[str]]:
-    """Parameters of what the package's abstract engine asks for, as its real engine has them."""
-    asked = sorted(AbstractTrainingEngine.__abstractmethods__ - {"train_step"})
-    return {name: [*inspect.signature(getattr(small.MaxTextTrainingEngine, name)).parameters] for name in asked}
+def signatures() -> dict[str, Any]:
+    """Parameters of what the package's abstract engine asks for, and those that its real engine needs besides."""
+    of_contract, needed_besides = {}, []
+    for name in sorted(AbstractTrainingEngine.__abstractmethods__ - {"train_step", "__init__"}):
+        of_contract[name] = [*inspect.signature(getattr(AbstractTrainingEngine, name)).parameters]
+        for parameter in inspect.signature(getattr(small.MaxTextTrainingEngine, name)).parameters.values():
+            is_needed = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            if is_needed and parameter.name not in of_contract[name]:
+                needed_besides.append(f"{name}.{parameter.name}")
+    return {"of_contract": of_contract, "needed_besides": needed_besides}
 
 
 def main() -> None:
