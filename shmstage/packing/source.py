@@ -23,6 +23,13 @@ class Source(Protocol):
     A source may also have `expected_groups(batch_index) -> int | None`, always the same for the same batch. With
     `order = "prompt_batch"` a batch is then complete, and can be trained, when so many of its groups have come;
     otherwise when the source is two batches further, or at its end.
+
+    For a source whose trajectories are sampled while the run goes on (each optional, of `shmstage run` alone):
+    `example() -> Trajectory` says which fields all of them carry, always the same one and never trained: without it the
+    first group is asked for before there are weights. `on_weights(published)` hears of each version as soon as readers
+    can take it (`shmstage.WeightsReader(published)`), on another thread than `groups`, and must return at once; it
+    needs `weight_sync`. A trainer that was started again publishes from another pool. `close()`: nothing more is
+    wanted, and a `groups` that waits must end; it may be called twice.
     """
 
     @property
