@@ -39,7 +39,8 @@ class Rollouts:
     kill_at: int = -1
 
     def __post_init__(self) -> None:
-        least = {"seed": 0, "max_staleness": 0, "stop_at": 0, "max_restarts": 0, "kill_at": -1, "group_size": 2}
+        least: dict[str, float] = dict.fromkeys(("seed", "max_staleness", "stop_at", "max_restarts"), 0)
+        least |= {"kill_at": -1, "group_size": 2, "weights_timeout_s": 0.001, "call_timeout_s": 0.001}
         for field in fields(self):
             value, low = getattr(self, field.name), least.get(field.name, 1)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= low:
@@ -85,6 +86,20 @@ def shape_of(rollouts: Rollouts, microbatches_per_step: int) -> dict[str, int]:
         "tokens": SEGMENTS_PER_ROW * MAX_TOKENS,
         "max_segments_per_row": SEGMENTS_PER_ROW,
         "microbatches_per_step": microbatches_per_step,
+    }
+
+
+def fields_of(rollouts: Rollouts) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What one call gives back: `prompts_per_call` groups, padded to the greatest length."""
+    shape = (rollouts.prompts_per_call, rollouts.group_size)
+    return {
+        "call_and_version": ("int64", (2,)),
+        "tokens": ("int32", (*shape, MAX_TOKENS)),
+        "logps": ("float32", (*shape, MAX_TOKENS)),
+        "length": ("int32", shape),
+        "prompt_length": ("int32", shape),
+        "reward": ("float32", shape),
+        "advantage": ("float32", shape),
     }
 
 

@@ -15,27 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 from grpo_arithmetic.engine import nested
-from grpo_arithmetic.task import MAX_TOKENS, Rollouts, problem_of, rollouts_of
+from grpo_arithmetic.task import MAX_TOKENS, Rollouts, fields_of, problem_of, rollouts_of
 
 from shmstage import Producer, WeightsReader
 from shmstage.demo.arithmetic import END, decode, encode, verify
 from shmstage.demo.model import Params
 from shmstage.demo.record import advantages_of
 from shmstage.demo.sampling import sample
-
-
-def fields_of(rollouts: Rollouts) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """What one call gives back: `prompts_per_call` groups, padded to the greatest length."""
-    shape = (rollouts.prompts_per_call, rollouts.group_size)
-    return {
-        "call_and_version": ("int64", (2,)),
-        "tokens": ("int32", (*shape, MAX_TOKENS)),
-        "logps": ("float32", (*shape, MAX_TOKENS)),
-        "length": ("int32", shape),
-        "prompt_length": ("int32", shape),
-        "reward": ("float32", shape),
-        "advantage": ("float32", shape),
-    }
 
 
 def rolled_out(params: Params, version: int, call: int, rollouts: Rollouts) -> dict[str, np.ndarray[Any, Any]]:
