@@ -19,6 +19,8 @@ from grpo_arithmetic.task import Rollouts
 from shmstage import Consumer
 from shmstage.errors import PeerLostError, RunFailedError, ShmstageError, WaitTimeoutError
 from shmstage.memory.sweep import sweep
+from shmstage.transport.endpoint_lock import clear_stale_endpoints
+from shmstage.transport.endpoints import endpoint_for, socket_path
 
 Answer = dict[str, np.ndarray[Any, Any]]
 #: the module; a test puts another in its place
@@ -185,7 +187,7 @@ class _Worker:
             self.kill()
 
     def kill(self) -> None:
-        """And take away what a killed process leaves in shared memory; harmless for one that is gone."""
+        """And take away what a killed process leaves; harmless for one that is gone."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -197,3 +199,4 @@ class _Worker:
         if self._consumer is not None:
             self._consumer.close()
         sweep(self.name)
+        clear_stale_endpoints([socket_path(endpoint_for(self.name, "producer"))])
