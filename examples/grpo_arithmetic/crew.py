@@ -147,6 +147,7 @@ class _Worker:
         self.process = subprocess.Popen(
             [sys.executable, "-m", WORKER, name, json.dumps(asdict(rollouts))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment,
+            start_new_session=True,  # Ctrl-C is for the launcher; a worker ends with its input
         )  # fmt: skip
         self._consumer: Consumer | None = None
         try:

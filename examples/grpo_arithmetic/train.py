@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +36,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="train.py", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("--steps", type=int, default=150, help="at most so many (default %(default)s)")
     parser.add_argument("--target", type=float, default=0.9, help="mean reward to reach; 0: train all steps")
-    parser.add_argument("--out", type=Path, default=Path("runs/grpo"), help="new directory (default %(default)s)")
+    parser.add_argument("--out", type=Path, help="new directory (default: runs/grpo-TIME)")
     parser.add_argument("--boundary", choices=BOUNDARIES, default="staged_before_update")
     parser.add_argument("--max-staleness", type=int, default=1, help="updates that rollouts may lie behind")
     parser.add_argument("--workers", type=int, default=2, help="rollout processes (default %(default)s)")
@@ -46,7 +47,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kill-at", type=int, default=-1, metavar="PROMPT", help="kill a worker at that prompt, once")
     parser.add_argument("--checkpoint-every", type=int, default=0, metavar="N")
     parser.add_argument("--json", action="store_true", help="the summary as one JSON object on stdout")
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    given.out = (given.out or Path("runs", f"grpo-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
+    return given
 
 
 def settings_of(given: argparse.Namespace, policy: Path) -> Settings:
@@ -56,7 +59,7 @@ def settings_of(given: argparse.Namespace, policy: Path) -> Settings:
     )  # fmt: skip
     settings: dict[str, Any] = {
         "run": f"grpo-{os.getpid()}",
-        "out": given.out.absolute(),
+        "out": given.out,
         "boundary": given.boundary,
         "steps": given.steps,
         "source": "grpo_arithmetic.rollouts:make_source",
@@ -99,7 +102,7 @@ def train(given: argparse.Namespace, out: Path) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     given = arguments(argv)
     try:
-        summary = train(given, given.out.absolute())
+        summary = train(given, given.out)
     except ShmstageError as error:
         if given.json:
             print(json.dumps({"error": {"kind": type(error).__name__, "text": str(error)}}))
