@@ -36,11 +36,12 @@ def warm_up(
     steps: int,
     tokens: int,
     report: Callable[[int, float], None],
+    problem: Callable[[np.random.Generator, TaskConfig], Problem] = make_problem,
 ) -> Params:
     """``params`` after ``steps`` AdamW steps on worked solutions in ``[8, tokens]`` micro-batches.
 
     Chains begin short and reach the task's length half-way. ``report(step, loss)`` is called every 100 steps with the
-    mean negative log-probability of a solution's token.
+    mean negative log-probability of a solution's token. ``problem`` makes what is learned, solution included.
     """
     if not steps:
         return params
@@ -62,7 +63,7 @@ def warm_up(
         changes, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, changes), state, loss
 
-    for step, batch in enumerate(_batches(rng, task, steps, tokens), 1):
+    for step, batch in enumerate(_batches(rng, task, steps, tokens, problem), 1):
         params, state, loss = train(params, state, batch)
         if step % 100 == 0 or step == steps:
             report(step, float(loss))
@@ -70,7 +71,11 @@ def warm_up(
 
 
 def _batches(
-    rng: np.random.Generator, task: TaskConfig, steps: int, tokens: int
+    rng: np.random.Generator,
+    task: TaskConfig,
+    steps: int,
+    tokens: int,
+    problem: Callable[[np.random.Generator, TaskConfig], Problem],
 ) -> Iterator[dict[str, npt.NDArray[Any]]]:
     layout = microbatch_layout(ROWS, tokens)
     planner = Planner(PlanSettings(rows=ROWS, tokens=tokens))
@@ -80,7 +85,7 @@ def _batches(
         progress = min(1.0, made / (CURRICULUM_SHARE * steps))
         terms = FIRST_TERMS + round(progress * (task.max_terms - FIRST_TERMS))
         for _ in range(PROBLEMS_PER_WINDOW):
-            held[arrival] = _solved(make_problem(rng, replace(task, max_terms=terms)), arrival)
+            held[arrival] = _solved(problem(rng, replace(task, max_terms=terms)), arrival)
             planner.add(arrival, held[arrival].length)
             arrival += 1
         for plan in planner.close_window():

@@ -31,6 +31,11 @@ class SourceShare:
 
     def __init__(self, source: Source, index: int, count: int, journal: Path) -> None:
         self.replayable = bool(getattr(source, "replayable", False))
+        if callable(getattr(source, "on_weights", None)):
+            raise SettingsError(
+                f"the source, a {type(source).__name__}, waits for weights (it has on_weights); `launch` hands "
+                "sources none: train it with `shmstage run`"
+            )
         self._shard = None if self.replayable else getattr(source, "shard", None)
         self.sharded = self._shard is not None
         self.stores = count if self.replayable or self.sharded else 1

@@ -52,6 +52,18 @@ def hooks_of(settings: Settings) -> Hooks | None:
     return Hooks(make("hooks", settings.hooks, settings.hooks_settings, needs=()), settings.out_dir)
 
 
+def _listeners(source: object, hooks: Hooks | None) -> Callable[[Mapping[str, Any]], None]:
+    """Who hears of weights: a source that samples, and the hooks."""
+    told = [getattr(each, "weights_published", None) for each in (source, hooks)]
+
+    def published(value: Mapping[str, Any]) -> None:
+        for tell in told:
+            if tell is not None:
+                tell(value)
+
+    return published
+
+
 @final
 @dataclass(frozen=True)
 class Parts:
@@ -108,7 +120,7 @@ def assemble(
         stop_requested=stop_requested, call_timeout_s=settings.call_timeout_s,
         stage_wait_s=settings.stage_wait_s, attempt=attempt, heartbeat=workplace.heartbeat, hooks=hooks,
         evaluator=evaluator, events=events,
-        late=workplace.late,
+        late=workplace.late, weights_published=_listeners(workplace.source, hooks),
     )  # fmt: skip
     if hooks is not None:
         hooks.listen(program.deliver)

@@ -39,6 +39,8 @@ class PackedMicrobatch:
     pack_s: float
     packed_ns: int
     state_after: ResumeState = field(default_factory=ResumeState)
+    #: of the weights that sampled each
+    trajectory_versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ class Feeder:
             pack_s=filled.pack_s,
             packed_ns=filled.published_ns,
             state_after=planned.state_after,
+            trajectory_versions=tuple(a.trajectory.policy_version for a in planned.arrivals.values()),
         )
 
     def _tell_ahead(self, planned: Planned) -> None:

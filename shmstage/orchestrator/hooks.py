@@ -1,9 +1,10 @@
 """What a user hangs into a run: told of durable checkpoints, where it may end the run, and of finished steps.
 
-    hooks = "module:factory"      factory(settings) -> object with on_checkpoint and / or on_step_end
+    hooks = "module:factory"      factory(settings) -> object with on_checkpoint, on_step_end, on_weights
 
 ``on_checkpoint(step, facts) -> bool | None``: ``False`` ends the run there; the next update waits for the answer.
 ``on_step_end(line)``: gets each step line; what it raises is logged once and never ends a step.
+``on_weights(published)``: a version can be taken by readers, ``shmstage.WeightsReader(published)``; as ``on_step_end``.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ class Hooks:
     def __init__(self, hook: Any, out: Path) -> None:
         self._on_checkpoint: Callable[..., Any] | None = getattr(hook, "on_checkpoint", None)
         self._on_step_end: Callable[..., Any] | None = getattr(hook, "on_step_end", None)
+        self._on_weights: Callable[..., Any] | None = getattr(hook, "on_weights", None)
         self._deliver: Callable[[Verdict], None] = lambda verdict: None
         self._known = _recorded(out / VERDICTS)
         self._record = JsonLines(out / VERDICTS)
         self._to_do: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._step_end_failed = False
+        self._failed: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="hooks", daemon=True)
         self._thread.start()
 
@@ -72,16 +74,22 @@ class Hooks:
         """``on_step_end`` gets a copy, on the hook's thread: nobody waits for it."""
         if self._on_step_end is not None:
             copy = deepcopy(dict(line))
-            self._to_do.put(lambda: self._end_step(copy))
+            self._to_do.put(lambda: self._inform("on_step_end", self._on_step_end, copy))
 
-    def _end_step(self, line: dict[str, Any]) -> None:
-        assert self._on_step_end is not None
+    def weights_published(self, published: Mapping[str, Any]) -> None:
+        """``on_weights`` gets a copy, on the hook's thread."""
+        if self._on_weights is not None:
+            copy = deepcopy(dict(published))
+            self._to_do.put(lambda: self._inform("on_weights", self._on_weights, copy))
+
+    def _inform(self, name: str, tell: Callable[..., Any] | None, what: dict[str, Any]) -> None:
+        assert tell is not None
         try:
-            self._on_step_end(line)
+            tell(what)
         except BaseException as error:  # SystemExit, too
-            if not self._step_end_failed:
-                self._step_end_failed = True
-                print(f"on_step_end raised {type(error).__name__}: {error}; the run goes on", flush=True)
+            if name not in self._failed:
+                self._failed.add(name)
+                print(f"{name} raised {type(error).__name__}: {error}; the run goes on", flush=True)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Lets the hook finish what it was told; one that hangs dies with the process, and that is said."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, cast, final
 
-from shmstage.errors import SettingsError, TrajectoryError
+from shmstage.errors import PluginError, SettingsError, ShmstageError, TrajectoryError
 from shmstage.packing.journal import STORE, Journal
 from shmstage.packing.journal_source import JournaledSource
 from shmstage.packing.recording import Replay, replay_of
@@ -38,6 +38,13 @@ class Input:
         if isinstance(source, BundleSource):
             self.replay = replay_of(source.bundle.manifest["provenance"], dict(settings))
         self.windows_are_microbatches = self.replay is not None and self.replay.is_exact
+        self._on_weights = _method(source, "on_weights")
+        self._close_source = _method(source, "close")
+        if self._on_weights is not None and settings.weight_sync == "off":
+            raise SettingsError(
+                f'weight_sync = "off": source {settings.source or type(source).__name__} waits for weights (it has '
+                'on_weights); use weight_sync = "sync", or "async" where it can do without a version'
+            )
         self._journaled: JournaledSource | None = None
         if not self.source_is_replayable:
             directory = settings.out_dir / "journal"
@@ -49,8 +56,9 @@ class Input:
         self._source: Source = self._journaled or source
         self._read: list[Group] = []
         self._begun: Iterator[Group] | None = None
+        example = _method(source, "example")
         try:
-            self.first = self._first_trajectory()
+            self.first = self._first_trajectory() if example is None else _checked_example(example())
         except BaseException:
             self.close()
             raise
@@ -68,8 +76,36 @@ class Input:
         if self._journaled is not None:
             self._journaled.journal.release(cursor)
 
+    def weights_published(self, published: Mapping[str, Any]) -> None:
+        """A version of the weights can be taken by readers; a source that samples hears of it.
+
+        Raises ``PluginError`` for what the source raises, unless it is an error of ours.
+        """
+        if self._on_weights is None:
+            return
+        try:
+            self._on_weights(published)
+        except ShmstageError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"the source's on_weights raised {type(error).__name__}: {error}, at version {published.get('version')}"
+            ) from error
+
+    def finish(self) -> None:
+        """Nothing more will be read: a source that waits for something need not. Idempotent."""
+        close, self._close_source = self._close_source, None
+        if close is not None:
+            close()
+
     def close(self) -> None:
-        """Close the journal; what is in it stays."""
+        """End the source and close the journal; what is in it stays."""
+        try:
+            self.finish()
+        finally:
+            self._close_journal()
+
+    def _close_journal(self) -> None:
         if self._journaled is not None:
             self._journaled.journal.close()
 
@@ -85,6 +121,20 @@ class Input:
                 if group.trajectories:
                     return group.trajectories[0]
         raise TrajectoryError("the input holds no trajectory; check the bundle or the source")
+
+
+def _method(source: Source, name: str) -> Callable[..., Any] | None:
+    found = getattr(source, name, None)
+    return found if callable(found) else None
+
+
+def _checked_example(example: object) -> Trajectory:
+    if not isinstance(example, Trajectory) or not example.length:
+        raise PluginError(
+            f"the source's example() is a {type(example).__name__}, want a Trajectory of at least one token, with the "
+            "fields that all of the source's trajectories carry"
+        )
+    return example
 
 
 def load_input(settings: Settings) -> Input:

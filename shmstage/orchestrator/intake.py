@@ -132,6 +132,12 @@ class Intake:
         if landed is not None:
             landed(cursor, pass_number)
 
+    def finish(self) -> None:
+        """Nothing more will be read."""
+        finish = getattr(self._source, "finish", None)
+        if finish is not None:
+            finish()
+
     def upcoming(self, count: int) -> list[Upcoming]:
         """What is handed out next, as far as it is planned already; ``count`` at most. For the thread that iterates."""
         return [

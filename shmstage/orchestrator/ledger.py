@@ -219,6 +219,7 @@ class Ledger:
             "digests": [p.handle.digest.hex() for p in packed],
             "payload_digests": [m.payload_digest for m in step.micros],
             "trajectory_ids": [identity for p in packed for identity in p.trajectory_ids],
+            "trajectory_versions": [version for p in packed for version in p.trajectory_versions],
             "trajectory_passes": [number for p in packed for number in p.trajectory_passes],
             "instants_ns": {
                 "packed": [p.packed_ns for p in packed],

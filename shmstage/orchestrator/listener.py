@@ -36,6 +36,7 @@ class Listener:
         patience: Patience,
         late: LateFieldWriter | None,
         sync_lines: Callable[[], bool],
+        weights_published: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.packed: dict[Key, PackedMicrobatch] = {}
         self.patches: dict[Key, Patch] = {}
@@ -51,6 +52,7 @@ class Listener:
         self._patience = patience
         self._late = late
         self._sync_lines = sync_lines
+        self._weights_published = weights_published
         self._inbox: deque[FeederEvent | Verdict] = deque()
 
     def deliver(self, event: FeederEvent | Verdict) -> None:
@@ -132,6 +134,8 @@ class Listener:
             self._judging.durable(key[0])
         elif kind is Kind.SYNC_WEIGHTS:
             self._schedule.weights_published(key[0])
+            if not event.value.get("skipped"):
+                self._weights_published(event.value)
         elif kind is Kind.GET_METRICS:
             self._ledger.metrics(key[0], event.value)
         elif kind is Kind.EVAL:

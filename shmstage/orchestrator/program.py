@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, final
 
@@ -46,7 +46,8 @@ class Program:
     ``saving`` is what goes into checkpoints and what is known to be durable. ``write_step`` gets each step line and
     says whether it is written; whatever it raises is said once and never ends the run. ``sync_lines`` makes lines
     survive a loss of power. ``stop_requested`` is asked between commands. ``hooks``, ``evaluator`` and ``late`` belong
-    to the settings of the same name; ``config`` says whether they are used.
+    to the settings of the same name; ``config`` says whether they are used. ``weights_published`` gets what readers
+    need, of each version that they can take; what it raises ends the run.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Program:
         evaluator: Evaluator | None = None,
         late: LateFieldWriter | None = None,
         events: Events = NO_EVENTS,
+        weights_published: Callable[[Mapping[str, Any]], None] = lambda published: None,
     ) -> None:
         self._schedule = BoundarySchedule(config)
         self._trainer = trainer
@@ -84,7 +86,9 @@ class Program:
         self._evaluator = evaluator
         self._late = late
         self._events = events
-        self._heard = Listener(self._schedule, trainer, ledger, saving, self._judging, self._patience, late, sync_lines)
+        self._heard = Listener(
+            self._schedule, trainer, ledger, saving, self._judging, self._patience, late, sync_lines, weights_published
+        )
         #: called on the feeder's and the hooks' thread
         self.deliver = self._heard.deliver
         self._hands: dict[Kind, Callable[[Command], None]] = {

@@ -125,6 +125,7 @@ def _attempt(
             program.prepare(restored)
             trainer.stop_in_good_order()
             program.run(parts.feeder)
+            parts.intake.finish()
         if program.ended_by is None:
             final_digest = client.shutdown(discard=False)
         else:  # no update has followed the one that was judged

@@ -14,11 +14,13 @@ def summarise(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
     ``boundary_idle_s`` and ``staged_boundaries`` count the boundaries between two steps of one attempt. A trajectory is
     counted per pass over the input: ``min_times`` and ``max_times`` are 1 when each was trained exactly once in it.
+    ``metrics``: what the engine reported beside the loss, name → value per step, ``None`` where it did not.
     """
     idle: list[float] = []
     durations: list[float] = []
     times: Counter[tuple[int, str]] = Counter()
     columns: dict[str, list[Any]] = {"denominators": [], "losses": [], "digests": [], "payload_digests": []}
+    metrics: dict[str, list[Any]] = {}
     staged = steps = 0
     numbers: list[int] = []
     mode = None
@@ -33,6 +35,11 @@ def summarise(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
         times.update(zip(line["trajectory_passes"], line["trajectory_ids"], strict=True))
         for column, key in (("denominators", "denominator"), ("losses", "loss")):
             columns[column].append(line[key])
+        for name, value in (line.get("metrics") or {}).items():
+            if name not in ("loss", "denominator"):
+                metrics.setdefault(name, [None] * (steps - 1)).append(value)
+        for values in metrics.values():
+            values.extend([None] * (steps - len(values)))
         columns["digests"].append(line["digests"])
         columns["payload_digests"].append(line["payload_digests"])
     return {
@@ -42,6 +49,7 @@ def summarise(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "boundary_idle_s": median_max(idle),
         "step_s": median_max(durations),
         **columns,
+        "metrics": metrics,
         "payload_digests": columns["payload_digests"] if any(map(any, columns["payload_digests"])) else None,
         "warnings": [*_gaps(numbers), *_warnings(columns)],
         "trajectories": {

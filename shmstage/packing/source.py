@@ -26,6 +26,13 @@ class Source(Protocol):
 
     A source whose `windows_are_microbatches` is true gives in each batch just what makes one micro-batch; then nothing
     of a batch is left over for the next one, however few rows it takes.
+
+    For a source whose trajectories are sampled while the run goes on (each optional, of `shmstage run` alone):
+    `example() -> Trajectory` says which fields all of them carry, always the same one and never trained: without it the
+    first group is asked for before there are weights. `on_weights(published)` hears of each version as soon as readers
+    can take it (`shmstage.WeightsReader(published)`), on another thread than `groups`, and must return at once; it
+    needs `weight_sync`. A trainer that was started again publishes from another pool. `close()`: nothing more is
+    wanted, and a `groups` that waits must end; it may be called twice.
     """
 
     @property

@@ -1,0 +1,203 @@
+"""The crew of rollout workers: gives out calls, collects answers, starts a worker again that died. No jax."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from grpo_arithmetic.task import Rollouts
+
+from shmstage import Consumer
+from shmstage.errors import PeerLostError, RunFailedError, ShmstageError, WaitTimeoutError
+from shmstage.memory.sweep import sweep
+from shmstage.transport.endpoint_lock import clear_stale_endpoints
+from shmstage.transport.endpoints import endpoint_for, socket_path
+
+Answer = dict[str, np.ndarray[Any, Any]]
+#: the module; a test puts another in its place
+WORKER = "grpo_arithmetic.worker"
+STOP_S = 10.0
+
+
+class Crew:
+    """One thread per worker, each with one process at a time. `ask` and `answers` are for one thread.
+
+    A call whose worker died is given to whoever is free: the answer depends on the call and its weights alone.
+    """
+
+    def __init__(self, run_id: str, rollouts: Rollouts) -> None:
+        self._rollouts = rollouts
+        self._condition = threading.Condition()
+        self._calls: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._answers: dict[int, Answer] = {}
+        self._error: BaseException | None = None
+        self._closed = False
+        self._killed = False
+        self.restarts = 0
+        self._threads = [
+            threading.Thread(target=self._serve, args=(f"{run_id}-rollout-{index}",), name=f"rollout {index}")
+            for index in range(rollouts.workers)
+        ]
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+
+    def ask(self, call: int, weights: Mapping[str, Any]) -> None:
+        """Have call `call` sampled with the newest of the weights that `weights` is a publication of."""
+        with self._condition:
+            self._calls.append((call, weights))
+            self._condition.notify_all()
+
+    def answer(self, call: int) -> Answer | None:
+        """Waits for it; `None` once the crew is closed. Raises `RunFailedError` when workers died too often."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._closed or self._error is not None or call in self._answers)
+            if call in self._answers:
+                return self._answers.pop(call)
+            if self._error is not None:
+                raise self._error
+            return None
+
+    def close(self) -> None:
+        """End the processes, and wait for them; harmless twice."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    # --- a worker's thread ----------------------------------------------------------------------------------
+
+    def _serve(self, name: str) -> None:
+        worker: _Worker | None = None
+        try:
+            while (given := self._next()) is not None:
+                call, weights = given
+                try:
+                    worker = worker or _Worker(name, self._rollouts)
+                    worker.send(call, weights)
+                    if self._is_to_be_killed(call):
+                        worker.process.kill()
+                    answer = worker.receive(self._rollouts.call_timeout_s)
+                except (PeerLostError, WaitTimeoutError, OSError) as error:
+                    if worker is not None:
+                        worker.kill()
+                    worker = None
+                    self._lost(name, call, weights, error)
+                    continue
+                with self._condition:
+                    self._answers[call] = answer
+                    self._condition.notify_all()
+        except BaseException as error:
+            with self._condition:
+                self._error = self._error or error
+                self._condition.notify_all()
+        finally:
+            if worker is not None:
+                worker.stop()
+
+    def _next(self) -> tuple[int, Mapping[str, Any]] | None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._closed or self._error is not None or self._calls)
+            return None if self._closed or self._error is not None else self._calls.popleft()
+
+    def _is_to_be_killed(self, call: int) -> bool:
+        with self._condition:
+            now = not self._killed and call == self._rollouts.kill_at // self._rollouts.prompts_per_call
+            self._killed = self._killed or now
+            return now
+
+    def _lost(self, name: str, call: int, weights: Mapping[str, Any], error: Exception) -> None:
+        with self._condition:
+            if self._closed:
+                return
+            self.restarts += 1
+            if self.restarts > self._rollouts.max_restarts:
+                raise RunFailedError(
+                    f"rollout workers died {self.restarts} times, the last one, {name}, at call {call}: {error}; "
+                    f"max_restarts = {self._rollouts.max_restarts}; what it said is in orchestrator.log"
+                )
+            print(f"{name} was lost at call {call} and is started again: {error}", flush=True)
+            self._calls.appendleft((call, weights))
+            self._condition.notify_all()
+
+
+class _Worker:
+    """One process, ready for calls. Raises `PeerLostError` where it died, `WaitTimeoutError` where it hangs."""
+
+    def __init__(self, name: str, rollouts: Rollouts) -> None:
+        self.name = name
+        here = str(Path(__file__).parents[1])
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "JAX_PLATFORMS": "cpu",  # the trainer has the accelerator
+            # several small processes share the cores: each computes on one
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", WORKER, name, json.dumps(asdict(rollouts))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment,
+            start_new_session=True,  # Ctrl-C is for the launcher; a worker ends with its input
+        )  # fmt: skip
+        self._consumer: Consumer | None = None
+        try:
+            assert self.process.stdout is not None
+            if self.process.stdout.readline() != "ready\n":
+                raise PeerLostError(f"{name} ended before it was ready, with exit code {self.process.wait(STOP_S)}")
+            self._consumer = Consumer(name)
+        except BaseException:
+            self.kill()
+            raise
+        print(f"{name} is process {self.process.pid}", flush=True)
+
+    def send(self, call: int, weights: Mapping[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"call": call, "weights": weights}) + "\n")
+        self.process.stdin.flush()
+
+    def receive(self, timeout_s: float) -> Answer:
+        assert self._consumer is not None
+        lease = self._consumer.receive(timeout_s)
+        if lease is None:
+            raise PeerLostError(f"{self.name} ended although more was asked of it")
+        with lease:
+            return {field: np.array(view) for field, view in lease.views.items()}
+
+    def stop(self) -> None:
+        """In good order: the end of its input, then of its stream."""
+        try:
+            assert self.process.stdin is not None and self._consumer is not None
+            self.process.stdin.close()
+            while self._consumer.receive(STOP_S) is not None:
+                pass
+            self._consumer.close()
+            self.process.wait(STOP_S)
+        except (ShmstageError, OSError, subprocess.TimeoutExpired) as error:
+            print(f"{self.name} did not end in good order: {error}", flush=True)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """And take away what a killed process leaves; harmless for one that is gone."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:  # what was not flushed has no reader
+                    pass
+        if self._consumer is not None:
+            self._consumer.close()
+        sweep(self.name)
+        clear_stale_endpoints([socket_path(endpoint_for(self.name, "producer"))])
