@@ -58,8 +58,7 @@ def loss_fn(params, batch):
 
 def make_engine(settings):
     """`settings` is the table [engine] of the TOML file, and checkpoint_dir."""
-    if jax.config.jax_platforms == "cpu":
-        jax.config.update("jax_num_cpu_devices", 8)  # before JAX first looks for devices
+    jax.config.update("jax_num_cpu_devices", 8)  # before JAX first looks for devices; says nothing of accelerators
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
     random = np.random.default_rng(settings.get("seed", 0))
     params = {
