@@ -50,7 +50,7 @@ def state_shardings(state: PyTree, params: PyTree, otherwise: jax.sharding.Shard
     A leaf is a parameter's if its path ends in the parameter's and the shapes are equal: the first moment of ``w`` lies
     at ``.../mu/w``. The longest such path wins. Factored moments and counts are nobody's.
     """
-    places = {path: leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    places = dict(jax.tree_util.tree_flatten_with_path(params)[0])
 
     def place(path: tuple[Any, ...], leaf: Any) -> jax.sharding.Sharding:
         for begin in range(len(path) + 1):

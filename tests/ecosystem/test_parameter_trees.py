@@ -55,7 +55,8 @@ def linear(params: Any, x: jax.Array) -> jax.Array:
 
 
 def containers() -> tuple[Any, Apply]:
-    tree = [Pair(weights(), np.zeros(1, np.float32)), (None, {"out": Layer(np.ones((1, 1), np.float32), np.float32(0))})]
+    out = Layer(np.ones((1, 1), np.float32), np.float32(0))
+    tree = [Pair(weights(), np.zeros(1, np.float32)), (None, {"out": out})]
     return tree, lambda tree, x: linear(tree[1][1]["out"], jnp.tanh(linear(tree[0], x)))
 
 
