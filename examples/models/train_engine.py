@@ -67,7 +67,7 @@ class Snapshot(namedtuple("Snapshot", "path logits metadata")):
 
     def write(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial := self.path.with_suffix(".partial"), "wb") as file:
+        with open(partial := self.path.with_name(".partial"), "wb") as file:
             np.savez(file, logits=self.logits, metadata=json.dumps(dict(self.metadata)))
             file.flush()
             os.fsync(file.fileno())
