@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,7 +52,7 @@ def test_an_engine_of_ones_own_resumes_from_its_checkpoint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With plain ``run`` and ``--engine``, over a mesh and without OptaxEngine."""
-    monkeypatch.setenv("PYTHONPATH", str(MODELS))
+    monkeypatch.setenv("PYTHONPATH", str(MODELS), prepend=os.pathsep)
     given = (*SMALL, "--engine", f"{name}:{FACTORIES[name]}", "--boundary", "staged_before_update")
     run_json("run", *given, "--steps", "2", "--out", "stopped", cwd=tmp_path)
     resumed = run_json("run", "--resume", "stopped", "--steps", "4", cwd=tmp_path)
