@@ -17,9 +17,10 @@ from typing import Any
 DEADLINE_S = 240.0
 
 
-def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+def start(*arguments: str, cwd: Path, script: Path | None = None) -> subprocess.Popen[str]:
+    """``script``: a Python file that is run in the command's place."""
     return subprocess.Popen(
-        [sys.executable, "-m", "shmstage.cli", *arguments],
+        [sys.executable, *(["-m", "shmstage.cli"] if script is None else [str(script)]), *arguments],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -44,8 +45,8 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def run_json(*arguments: str, cwd: Path) -> dict[str, Any]:
-    code, out, err = finish(start(*arguments, "--json", cwd=cwd))
+def run_json(*arguments: str, cwd: Path, script: Path | None = None) -> dict[str, Any]:
+    code, out, err = finish(start(*arguments, "--json", cwd=cwd, script=script))
     assert code == 0, f"exit {code}\n{out}\n{err}"
     assert len(out.splitlines()) == 1, out
     result: dict[str, Any] = json.loads(out)

@@ -104,9 +104,10 @@ def run_file(out: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(out: Path) -> int | None:
-    """The highest step that has a complete checkpoint under its final name in ``out``; ``None`` without any."""
+    """The highest step that has a complete checkpoint in ``out``, ``12`` or ``12.npz``; ``None`` without any."""
     with contextlib.suppress(OSError):
-        return max((int(e.name) for e in (out / "checkpoints").iterdir() if e.name.isdecimal()), default=None)
+        steps = [name.partition(".")[0] for name in _checkpoints(out)]
+        return max((int(step) for step in steps if step.isdecimal()), default=None)
     return None
 
 
@@ -190,8 +191,10 @@ def _prepare(settings: Settings, out: Path) -> None:
 
 
 def _checkpoints(out: Path) -> list[str]:
+    """Whatever the engine names them; what is not complete is hidden."""
     directory = out / "checkpoints"
-    return [entry.name for entry in directory.iterdir() if entry.name.isdigit()] if os.path.isdir(directory) else []
+    names = [entry.name for entry in directory.iterdir()] if os.path.isdir(directory) else []
+    return [name for name in names if not name.startswith(".")]
 
 
 def _wait_for_predecessors(run: str, timeout_s: float) -> None:

@@ -62,6 +62,8 @@ class TrainEngine(Protocol):
         Called inside a step too, unless ``snapshots`` is False: the gradients accumulated there are no part of it.
         ``metadata`` is complete when ``copy_to_host`` is called, not before: it then says when the update landed
         (``landed_ns`` on the monotonic clock, ``landed_wall_s``). Keep the reference and read it in ``write``.
+        In ``checkpoint_dir`` whatever does not begin with a dot is a checkpoint to ``--resume``; name it by its step
+        (``12``, ``12.npz``), as ``status`` and metrics show it, and what is not complete yet with a dot before it.
         """
 
     def restore(self) -> Mapping[str, object] | None:

@@ -19,7 +19,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
 from shmstage.errors import CheckpointError, EngineError
 from shmstage.memory.layout import Layout
@@ -31,6 +31,7 @@ from shmstage.trainer.engine import EVALUATE, SCORE, TRAIN, Batch, Snapshot
 from shmstage.trainer.field_placement import BatchSpec, FieldPlacement
 from shmstage.trainer.host_copy import host_copy
 from shmstage.trainer.jax_seam import partition_spec, wait_ready
+from shmstage.trainer.model_tree import check_trainable, named_leaves, state_shardings, with_keys, without_keys
 from shmstage.trainer.optax_programs import LossFn, PyTree, metric_names, programs_of, programs_on_mesh
 from shmstage.trainer.replays import Replays
 
@@ -45,8 +46,10 @@ class OptaxEngine:
     loss / summed denominator), ``grad_norm`` (of the divided gradient), ``denominator``, and each sum of the loss
     function's own metrics divided by the denominator. A step whose denominator is 0 divides by 1.
 
-    With a ``mesh`` parameters are replicated over it unless they already lie on it, and ``batch_spec`` (one
-    ``PartitionSpec`` for all fields, or one per field name; longer than a field's rank it is cut) places micro-batches.
+    ``params`` is any pytree of floating-point arrays: dicts, dataclasses, what equinox and flax nnx make of a model.
+    With a ``mesh`` parameters are replicated over it unless they already lie on it, gradients and optimizer state lie
+    where their parameter lies, and ``batch_spec`` (one ``PartitionSpec`` for all fields, or one per field name; longer
+    than a field's rank it is cut) places micro-batches.
     Over a mesh that spans processes parameters and optimizer state are replicated, and process 0 writes checkpoints.
     ``checkpoint_dir`` keeps checkpoints through orbax, ``store`` in any other way.
     ``logps_fn(params, batch) -> f32[rows, tokens]`` makes ``per_token_logps`` work: role ``"actor"`` uses the current
@@ -81,6 +84,7 @@ class OptaxEngine:
                 f"this trainer spans {jax.process_count()} hosts, and the engine's mesh {mesh} one of them; give "
                 "OptaxEngine a mesh of the devices of all (jax.devices()) and a batch_spec"
             )
+        self._explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
         self._placement = FieldPlacement(mesh, batch_spec)
         loss_fn = self._loss_fn = self._decoding(loss_fn)
         if replay_loss_fn is not None:
@@ -90,11 +94,11 @@ class OptaxEngine:
         self._store = store
         if store is None and checkpoint_dir is not None:
             self._store = OrbaxStore(Path(checkpoint_dir))
+        check_trainable(params)
         self._params = jax.tree.map(self._own, params)
         self._reference = jax.tree.map(self._own, params) if logps_fn is not None else None
-        # optimizer state lies where the parameter it belongs to lies; scalars are replicated
         self._programs = programs_of(loss_fn, optimizer, replay_loss_fn)
-        self._opt_state = jax.tree.map(self._own, self._programs.init(self._params))
+        self._opt_state = self._initial_state(optimizer)
         self._sums: PyTree | None = None
         self._metrics: dict[str, jax.Array] = {}
         self._optimizer = optimizer
@@ -120,6 +124,17 @@ class OptaxEngine:
         # where the late fields lie: each host writes the scores of its own rows and tokens
         return jax.jit(function, out_shardings=self._placement.on_mesh(OLD_LOGPS, 2))
 
+    def _initial_state(self, optimizer: Any) -> PyTree:
+        """Of its own: what the optimizer merely passes on of the parameters is copied."""
+        if self._mesh is None:
+            return jax.tree.map(self._own, self._programs.init(self._params))
+        # on a mesh every leaf is made where it stays: as zeros on one device first it may not fit there
+        replicated = NamedSharding(self._mesh, partition_spec())
+        at = state_shardings(jax.eval_shape(optimizer.init, self._params), self._params, replicated)
+        state = jax.jit(optimizer.init, out_shardings=at)(self._params)
+        passed_on = {id(leaf) for leaf in jax.tree.leaves(self._params)}
+        return jax.tree.map(lambda leaf: self._own(leaf) if id(leaf) in passed_on else leaf, state)
+
     def _own(self, leaf: Any) -> jax.Array:
         sharding = getattr(leaf, "sharding", None)
         if self._mesh is None:
@@ -135,7 +150,8 @@ class OptaxEngine:
         on_mesh = self._mesh is not None and not isinstance(leaf, jax.Array)
         copied = np.array(leaf) if on_mesh else jnp.array(leaf, copy=True)
         owned: jax.Array = jax.device_put(copied, target)
-        return owned
+        # a weak type, of a Python number, would be gone after the first update, and all compiled again
+        return owned.astype(owned.dtype) if getattr(owned, "weak_type", False) else owned  # a random key has none
 
     def _place(self, loaded: np.ndarray[Any, Any], like: jax.Array) -> jax.Array:
         if self._spans_hosts:
@@ -221,7 +237,16 @@ class OptaxEngine:
 
     def _begin(self, batch: Mapping[str, Any]) -> None:
         """Make the sums of a first step; their names come from the loss function, traced on the batch's shapes."""
-        sums = self._zero_sums(batch)
+        try:
+            sums = self._zero_sums(batch)
+        except Exception as error:
+            if isinstance(error, EngineError) or not self._explicit:
+                raise
+            raise EngineError(
+                f"loss_fn on {self._mesh}: {type(error).__name__}: {error}; these axes are Explicit, as jax.make_mesh "
+                "makes them unless told otherwise: have loss_fn say where such a result lies, or make the mesh with "
+                "axis_types=(AxisType.Auto,) * n and XLA will choose"
+            ) from error
         if self._mesh is not None and not self._compiled_for_mesh:
             self._compiled_for_mesh = True
             state = (self._params, self._opt_state, sums)
@@ -242,15 +267,14 @@ class OptaxEngine:
     # --- state ----------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, jax.Array]:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(self._params)
-        return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+        return dict(named_leaves(self._params))
 
     def save(self, step: int, metadata: Mapping[str, object]) -> Snapshot:
         if self._store is None:
             raise CheckpointError(f"checkpoint {step}: the engine was made without checkpoint_dir")
         if self._spans_hosts and jax.process_index():
             return _WrittenElsewhere(step)
-        return OptaxSnapshot(self._store, step, (self._params, self._opt_state), metadata)
+        return OptaxSnapshot(self._store, step, without_keys((self._params, self._opt_state)), metadata)
 
     def restore(self, at_most: int | None = None) -> dict[str, object] | None:
         self._sums, self._metrics = None, {}
@@ -260,9 +284,10 @@ class OptaxEngine:
         if self._store is None or step is None:
             return None
         state = (self._params, self._opt_state)
-        template = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
+        plain = without_keys(state)
+        template = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), plain)
         loaded, metadata = self._store.load(step, template)
-        placed = jax.tree.map(self._place, loaded, state)
+        placed = with_keys(jax.tree.map(self._place, loaded, plain), state)
         wait_ready(placed)
         self._params, self._opt_state = placed
         # their steps are trained again, perhaps with other settings: no later restore may take them

@@ -15,7 +15,7 @@ import pytest
 from shmstage.errors import BudgetError, EngineError, SettingsError
 from shmstage.launch import run_directory
 from shmstage.launch.run_command import add_settings, resolve_args
-from shmstage.launch.run_directory import claimed, completed, find_run
+from shmstage.launch.run_directory import claimed, completed, find_run, newest_checkpoint
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, list_objects, new_name, owned_objects
 from shmstage.settings import Settings
@@ -52,13 +52,29 @@ def test_a_second_run_in_the_same_directory_is_refused_while_the_first_lives(tmp
         pass
 
 
-def test_checkpoints_need_resume(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+@pytest.mark.parametrize("name", ["4", "4.npz", "step-4"])
+def test_checkpoints_need_resume(name: str, tmp_path: Path) -> None:
+    """However an engine of one's own names them."""
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "checkpoints" / ".partial-5").mkdir()
     (tmp_path / "run.json").write_text('{"settings": {"run": "before"}}')
     with pytest.raises(SettingsError, match="holds 1 checkpoint .* add --resume"), claimed(settings(tmp_path)):
         pass
     with claimed(settings(tmp_path, resume=True)):
+        pass
+
+
+def test_the_newest_checkpoint_is_told_by_the_step_in_its_name(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    for name in ("2", "12.npz", "3.npz", ".partial-40", "best"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert newest_checkpoint(tmp_path) == 12
+
+
+def test_resume_with_nothing_but_half_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / ".partial-0").mkdir(parents=True)
+    (tmp_path / "run.json").write_text('{"settings": {"run": "before"}}')
+    with pytest.raises(SettingsError, match="holds no checkpoint"), claimed(settings(tmp_path, resume=True)):
         pass
 
 
