@@ -47,7 +47,7 @@ class StoreSide:
             if answer["end"]:
                 return groups
 
-    def pieces(self, numbers: Numbers, begins: Numbers, ends: Numbers) -> npt.NDArray[np.uint8]:
+    def pieces(self, numbers: Numbers, begins: Numbers, ends: Numbers) -> list[npt.NDArray[np.uint8]]:
         return self._store.pieces(numbers, begins, ends)
 
     def prepare_plain(self, nbytes: int) -> None:
@@ -65,11 +65,12 @@ class _Stores:
         self._actors = actors
         self.brought: list[tuple[int, int]] = []
 
-    def pieces(self, store: int, numbers: Numbers, begins: Numbers, ends: Numbers) -> npt.NDArray[np.uint8]:
+    def pieces(self, store: int, numbers: Numbers, begins: Numbers, ends: Numbers) -> list[npt.NDArray[np.uint8]]:
         import ray
 
-        found: npt.NDArray[np.uint8] = ray.get(self._actors[store].pieces.remote(numbers, begins, ends), timeout=WAIT_S)
-        self.brought.append((store, found.nbytes))
+        asked = self._actors[store].pieces.remote(numbers, begins, ends)
+        found: list[npt.NDArray[np.uint8]] = ray.get(asked, timeout=WAIT_S)
+        self.brought.append((store, sum(part.nbytes for part in found)))
         return found
 
 

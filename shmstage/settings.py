@@ -7,7 +7,6 @@ thing. A flag beats the environment, the environment beats the file, the file be
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shmstage.errors import SettingsError, named, shown
+from shmstage.tables import MAX_TABLE_DEPTH, MAX_TEXT_CHARACTERS, check_table, is_line
 
 Boundary = Literal["serial", "pipelined", "staged_after_update", "staged_before_update"]
 BOUNDARIES: tuple[Boundary, ...] = ("serial", "pipelined", "staged_after_update", "staged_before_update")
@@ -36,15 +36,11 @@ MAX_WAIT_S = 30 * 86400.0
 MAX_COUNT = 2**53
 #: a run id goes into the pool's header
 MAX_RUN_NBYTES = 127
-MAX_TEXT_CHARACTERS = 4096
-#: tables of the file are handed on as JSON
-MAX_TABLE_DEPTH = 32
 FILE_LIMIT_NBYTES = 1 << 20
 #: tomllib takes the square of the number of a key's parts: minutes for a file of 40 kB
 _LONG_KEY = re.compile(
     rf"""(?<![\w-])(?>(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_TABLE_DEPTH + 1}}}""", re.ASCII
 )
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 LEVELS = ("default", "file", "environment", "flag")
 
 
@@ -124,6 +120,11 @@ class Settings(BaseModel):
         description="steps that JAX profiles into OUT/profile, as FROM:TO, both included",
     )  # fmt: skip
     step_timing_log: bool = Field(False, description="one TRAINER_STEP_TIMING line per step in OUT/trainer.log")
+    record: Path | None = Field(None, description="directory to make: a bundle of what record_steps are trained on")
+    record_steps: str = Field(
+        "", pattern=r"^([1-9]\d{0,14}:[1-9]\d{0,14})?$",
+        description="steps to record into the bundle record, as FROM:TO, both included",
+    )  # fmt: skip
 
     stage_wait_s: float | None = Field(
         None,
@@ -151,13 +152,13 @@ class Settings(BaseModel):
                 "give a shorter id"
             )
         for key, value in self:
-            if isinstance(value, str | Path) and not _is_line(str(value)):
+            if isinstance(value, str | Path) and not is_line(str(value)):
                 raise SettingsError(
                     f"{key} = {shown(str(value))} cannot be used; give UTF-8 text of at most {MAX_TEXT_CHARACTERS} "
                     "characters, without control characters"
                 )
             if key in TABLES:
-                _check_table(TABLES[key], value, MAX_TABLE_DEPTH)
+                check_table(TABLES[key], value)
         return self
 
     @model_validator(mode="after")
@@ -166,8 +167,17 @@ class Settings(BaseModel):
             raise SettingsError(f"eval_every = {self.eval_every} needs an eval_bundle to evaluate on")
         if self.eval_every and not self.aux_slots:
             raise SettingsError(f"eval_every = {self.eval_every} needs aux_slots of at least 1; aux_slots = 0")
-        if self.profile_range is not None and self.profile_range[0] > self.profile_range[1]:
-            raise SettingsError(f"profile_steps = {self.profile_steps} ends before it begins; give FROM:TO")
+        for key, steps in (("profile_steps", self.profile_range), ("record_steps", self.record_range)):
+            if steps is not None and steps[0] > steps[1]:
+                raise SettingsError(f"{key} = {steps[0]}:{steps[1]} ends before it begins; give FROM:TO")
+        if (self.record is None) != (not self.record_steps):
+            have, lack = ("record_steps", "record") if self.record is None else ("record", "record_steps")
+            raise SettingsError(f"{have} = {getattr(self, have)} needs {lack}; give both, or neither")
+        if self.record_range is not None and self.record_range[1] > (self.step_cap or MAX_COUNT):
+            raise SettingsError(
+                f"record_steps = {self.record_steps} ends after the last step, steps = {self.step_cap}; record earlier "
+                "steps, or raise steps"
+            )
         return self
 
     @property
@@ -180,13 +190,22 @@ class Settings(BaseModel):
     @property
     def profile_range(self) -> tuple[int, int] | None:
         """First and last step to profile."""
-        first, _, last = self.profile_steps.partition(":")
-        return (int(first), int(last)) if last else None
+        return _range(self.profile_steps)
+
+    @property
+    def record_range(self) -> tuple[int, int] | None:
+        """First and last step to record."""
+        return _range(self.record_steps)
 
     @property
     def out_dir(self) -> Path:
         """The output directory, absolute."""
         return (self.out or Path("runs") / self.run).absolute()
+
+
+def _range(steps: str) -> tuple[int, int] | None:
+    first, _, last = steps.partition(":")
+    return (int(first), int(last)) if last else None
 
 
 #: the reference's three switches: another spelling of ``boundary``
@@ -198,37 +217,6 @@ SWITCHES: dict[str, tuple[str, str]] = {
     "stage_next_microbatch": ("STAGE_NEXT_MICROBATCH", "also upload it while the last micro-batch computes"),
     "stage_before_update": ("STAGE_BEFORE_UPDATE", "stage before the (deferred) update; on by default"),
 }
-
-
-def _is_text(value: str) -> bool:
-    # what cannot be encoded came in bytes from the environment or the command line, and could not be handed on as JSON
-    return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
-
-
-def _is_line(value: str) -> bool:
-    # it goes into file names, logs and error texts; control characters are below 32 and from 127 to 159
-    return _is_text(value) and len(value) <= MAX_TEXT_CHARACTERS and not _CONTROL.search(value)
-
-
-def _check_table(where: str, value: object, depth: int) -> None:
-    """Plug-ins get their settings in another process: they must arrive there as they are here."""
-    kind = type(value)
-    if value is None or kind is bool or (kind is str and _is_text(str(value))):
-        return
-    if isinstance(value, int):
-        if -(1 << 63) <= value < 1 << 63:
-            return
-        raise SettingsError(f"[{where}] = {shown(value)}: integers have 64 bits; write it as a string")
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return
-        raise SettingsError(f"[{where}] = {value}: it cannot be handed on as JSON; write it as a string")
-    if kind is not dict and kind is not list:
-        raise SettingsError(f"[{where}] = {shown(value)} ({kind.__name__}) cannot be handed on; write it as a string")
-    if not depth:
-        raise SettingsError(f"[{where[:200]}]: tables nest deeper than {MAX_TABLE_DEPTH} levels; flatten them")
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):  # type: ignore[arg-type]
-        _check_table(f"{where}.{named(str(key))}", item, depth - 1)
 
 
 #: not settings of their own: tables of the TOML file

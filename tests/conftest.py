@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 SHM = Path("/dev/shm")
+TESTS = Path(__file__).parent
+LONG = ("multihost/", "ecosystem/", "test_bench")
 # where the tests are started in the background the shell has SIGINT ignored, and so would every child of theirs
 signal.signal(signal.SIGINT, signal.default_int_handler)
 #: threads of libraries that live as long as the process; none of them is ours
@@ -31,6 +33,11 @@ def own_threads() -> set[threading.Thread]:
 
 def child_pids() -> set[int]:
     return {p.pid for p in psutil.Process().children(recursive=True)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take minutes each go first: at the end one worker would sit in them while the others have nothing."""
+    items.sort(key=lambda item: not str(item.path.relative_to(TESTS)).startswith(LONG))
 
 
 @pytest.fixture(autouse=True)

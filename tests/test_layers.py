@@ -27,7 +27,7 @@ LAYERS = [
     "testing",
     "cli",
 ]
-BASE = ("errors", "frozen", "settings", "records", "events", "plugins", "child", "_native", "__init__")
+BASE = ("errors", "frozen", "tables", "settings", "records", "events", "plugins", "child", "_native", "__init__")
 #: package → the only folders (or files) that may import it
 DOORS = {
     "msgpack": ("wire/",),
@@ -39,6 +39,7 @@ DOORS = {
     "jaxlib": ("trainer/", "adapters/", "demo/", "testing/engines"),
     "optax": ("trainer/", "adapters/", "demo/", "testing/engines"),
     "orbax": ("trainer/", "adapters/"),
+    "maxtext": (),
     "pickle": (),
     "cloudpickle": (),
     "multiprocessing": (),

@@ -194,3 +194,27 @@ def test_steps_to_profile_are_a_first_and_a_last_one() -> None:
 def test_what_is_no_range_of_steps_is_refused(steps: str) -> None:
     with pytest.raises(SettingsError, match="profile_steps = "):
         resolve({"profile_steps": steps}, {})
+
+
+def test_steps_to_record_need_a_place_and_a_place_needs_steps() -> None:
+    both = resolve({"record": "d", "record_steps": "3:5"}, {}).settings
+    assert (both.record, both.record_range) == (Path("d"), (3, 5))
+    with pytest.raises(SettingsError, match="record = d needs record_steps; give both, or neither"):
+        resolve({"record": "d"}, {})
+    with pytest.raises(SettingsError, match="record_steps = 3:5 needs record; give both, or neither"):
+        resolve({"record_steps": "3:5"}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"record_steps": "5:3"}, "record_steps = 5:3 ends before it begins"),
+        ({"record_steps": "12:13"}, "record_steps = 12:13 ends after the last step, steps = 12"),
+        ({"record_steps": "3:9", "steps": 8}, "record_steps = 3:9 ends after the last step, steps = 8"),
+        ({"record_steps": "0:1"}, "record_steps = '0:1'"),
+    ],
+)
+def test_steps_that_cannot_be_recorded_are_refused(given: dict[str, object], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        resolve({"record": "d", **given}, {})
+    assert resolve({"record": "d", "record_steps": "12:13", "passes": 2}, {}).settings.record_range == (12, 13)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -30,8 +30,8 @@ Numbers = npt.NDArray[np.int64]
 class Stores(Protocol):
     """The stores of all hosts, seen from one of them."""
 
-    def pieces(self, store: int, numbers: Numbers, begins: Numbers, ends: Numbers) -> npt.NDArray[np.uint8]:
-        """The encoded pieces (`packing.pieces`), in memory of this host; blocks. Raises ``PeerLostError`` too."""
+    def pieces(self, store: int, numbers: Numbers, begins: Numbers, ends: Numbers) -> Sequence[npt.NDArray[np.uint8]]:
+        """The parts of the pieces (`packing.pieces`), in memory of this host; blocks. Raises ``PeerLostError`` too."""
 
 
 @final
@@ -49,6 +49,8 @@ class _Wish:
     estimate_nbytes: int
     #: one per store; ``None``: not begun
     requests: list[Future[tuple[dict[int, Piece], int]]] | None = None
+    #: somebody waits for it, and gives its place up
+    taken: bool = False
 
 
 @final
@@ -69,8 +71,9 @@ class FetchAhead:
         with self._lock:
             if key not in self._wishes:
                 self._wishes[key] = _Wish(part, estimate_nbytes)
-                while len(self._wishes) > REMEMBERED:
-                    self._drop(next(iter(self._wishes)))
+                waiting = [known for known, wish in self._wishes.items() if not wish.taken]
+                for oldest in waiting[: max(0, len(waiting) - REMEMBERED)]:
+                    self._drop(oldest)
                 self._begin_what_fits()
 
     def take(self, key: bytes, part: WindowPart, *, deadline: float, given_up: Callable[[], bool]) -> Fetched:
@@ -82,6 +85,7 @@ class FetchAhead:
             wish = self._wishes.get(key)
             if wish is None:
                 wish = self._wishes[key] = _Wish(part, 0)
+            wish.taken = True
             requests = wish.requests if wish.requests is not None else self._begin(wish)
         try:
             pieces: dict[int, Piece] = {}
@@ -137,12 +141,12 @@ class FetchAhead:
     # --- without it --------------------------------------------------------------------------------------------
 
     def _fetch(self, wanted: Any) -> tuple[dict[int, Piece], int]:
-        buffer = self._stores.pieces(wanted.store, wanted.numbers, wanted.begins, wanted.ends)
-        pieces = decode_pieces(buffer)
+        parts = self._stores.pieces(wanted.store, wanted.numbers, wanted.begins, wanted.ends)
+        pieces = decode_pieces(parts)
         if self._verify_full:
             for piece in pieces:
                 verify_whole(piece)
-        return wanted.matched(pieces), buffer.nbytes
+        return wanted.matched(pieces), sum(part.nbytes for part in parts)
 
     def _wait(
         self, request: Future[tuple[dict[int, Piece], int]], store: int, deadline: float, given_up: Callable[[], bool]

@@ -55,6 +55,11 @@ def launch(
     2 of a local one. Raises what ``single_host.run`` raises, and ``MissingExtraError`` without Ray. Whatever was
     started is gone afterwards, and nothing is left in shared memory of a host that can be reached.
     """
+    if settings.record is not None:
+        raise SettingsError(
+            f"record = {settings.record}: launch does not record, trajectories never come to its orchestrator; record "
+            "with `shmstage run`"
+        )
     need_ray()
     with contextlib.ExitStack() as stack:
         stack.enter_context(only_one(settings.run))
@@ -223,9 +228,11 @@ class _Launch:
     def _start_orchestrator(self, hosts_file: Path) -> None:
         failure_path(self._out, ORCHESTRATOR).unlink(missing_ok=True)
         files = ["--settings-file", str(self._out / "run.json"), "--peers-file", str(hosts_file)]
-        self._orchestrator = Child(
-            ORCHESTRATOR, [*files, "--epoch", str(self._epoch)], self._out / f"{ORCHESTRATOR}.log"
-        )
+        # it knows no Ray, and nothing that opens a cluster
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        arguments = [*files, "--epoch", str(self._epoch)]
+        log = self._out / f"{ORCHESTRATOR}.log"
+        self._orchestrator = Child(ORCHESTRATOR, arguments, log, environment=environment)
         self._changed()
 
     @contextlib.contextmanager

@@ -222,8 +222,8 @@ class StoreActor(_Actor):
         """False: it is there, but its raylet is dead; Ray ends it after a while."""
         return os.getppid() == self._raylet
 
-    def pieces(self, numbers: Numbers, begins: Numbers, ends: Numbers) -> npt.NDArray[np.uint8]:
-        """Ray takes the buffer into its object store, from where the asking host fetches it."""
+    def pieces(self, numbers: Numbers, begins: Numbers, ends: Numbers) -> list[npt.NDArray[np.uint8]]:
+        """Ray gathers the parts in its object store, from where the asking host fetches them as one object."""
         return self._store.pieces(numbers, begins, ends)
 
     def clean_up(self, processes: list[tuple[int, int]]) -> list[str]:
@@ -272,7 +272,7 @@ class _RayStores:
     def know(self, actors: list[Any], names: list[str]) -> None:
         self._actors, self._names = actors, names
 
-    def pieces(self, store: int, numbers: Numbers, begins: Numbers, ends: Numbers) -> npt.NDArray[np.uint8]:
+    def pieces(self, store: int, numbers: Numbers, begins: Numbers, ends: Numbers) -> list[npt.NDArray[np.uint8]]:
         import ray
         from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
@@ -280,7 +280,7 @@ class _RayStores:
             raise PeerLostError(f"there is no store {store}; there are {len(self._actors)}")
         who = f"the store of {self._names[store]}"
         try:
-            found: npt.NDArray[np.uint8] = ray.get(
+            found: list[npt.NDArray[np.uint8]] = ray.get(
                 self._actors[store].pieces.remote(numbers, begins, ends), timeout=self._timeout_s
             )
         except GetTimeoutError:

@@ -20,6 +20,7 @@ from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, owned_objects
 from shmstage.memory.sweep import sweep
 from shmstage.orchestrator.beginning import NAME as BEGUN
 from shmstage.orchestrator.step_lines import read_step_lines
+from shmstage.packing.recording import check_is_free
 from shmstage.records import failure_path, read_json
 from shmstage.settings import Settings
 
@@ -52,6 +53,8 @@ def completed(settings: Settings) -> Settings:
         changes["bundle"] = settings.bundle.absolute()
     if settings.eval_bundle is not None:
         changes["eval_bundle"] = settings.eval_bundle.absolute()
+    if settings.record is not None:
+        changes["record"] = settings.record.absolute()
     if settings.bundle is None and not settings.source:
         changes["source"] = DEMO_SOURCE
     if settings.bundle is not None and settings.source:
@@ -158,6 +161,8 @@ def _prepare(settings: Settings, out: Path) -> None:
             raise SettingsError(f"{out / name} is a file where a directory belongs; remove it or choose another --out")
     for run in {str(run_file(out).get("run", "")), settings.run} - {""}:
         _wait_for_predecessors(run, 2 * settings.stop_grace_s + POLL_S)
+    if settings.record is not None and not settings.resume:
+        check_is_free(settings.record)
     held = _checkpoints(out)
     if held and not settings.resume:
         raise SettingsError(

@@ -38,4 +38,8 @@ def commands(store: TrajectoryStore) -> dict[str, Command]:
         store.release(arguments.take("below", int))
         return {}
 
-    return {"read": read, "first": first, "expected": expected, "release": release}
+    def covered(arguments: Arguments, given_up: Callable[[], bool]) -> dict[str, Any]:
+        store.covered(arguments.take("cursor", int))
+        return {}
+
+    return {"read": read, "first": first, "expected": expected, "release": release, "covered": covered}

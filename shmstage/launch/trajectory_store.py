@@ -1,4 +1,4 @@
-"""Holds a host's share of the trajectories until a durable checkpoint covers them; gives descriptions and pieces.
+"""Holds a host's share of the trajectories until their step has landed; gives descriptions and pieces.
 
 It lives longer than the gang that trains from it. What it gives away is never the trajectory itself: an orchestrator
 gets references (``read``), a host's agent the tokens that its window needs (``pieces``).
@@ -21,7 +21,7 @@ from shmstage.errors import ProtocolError, StoppedError, shown
 from shmstage.launch.source_share import SourceShare
 from shmstage.orchestrator.layouts import experts_of
 from shmstage.packing.held_form import HeldForm
-from shmstage.packing.pieces import encode_pieces
+from shmstage.packing.pieces import encode_pieces, hash_of_whole
 from shmstage.packing.trajectory import Group, Trajectory
 from shmstage.settings import Settings
 
@@ -34,6 +34,19 @@ ANSWER_NBYTES = 256 << 10
 _DESCRIBED_NBYTES = 160
 
 Number = npt.NDArray[np.int64]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A trajectory and what makes it quick to send: hashed when it comes, not when it is wanted."""
+
+    trajectory: Trajectory
+    hash_of_whole: bytes
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> _Held:
+        return cls(trajectory, hash_of_whole(trajectory))
 
 
 @final
@@ -77,7 +90,7 @@ class _Evaluation:
         self.first = _First(share)
         self._settings = settings
         self.groups: list[tuple[int, Group, list[int]]] | None = None
-        self.held: dict[int, Trajectory] = {}
+        self.held: dict[int, _Held] = {}
 
     def read(self, next_number: int) -> int:
         """Number all trajectories, from ``next_number`` on, once; returns the number after the last."""
@@ -90,7 +103,7 @@ class _Evaluation:
                 held = form.of_group(group)
                 numbers = list(range(next_number, next_number + len(held.trajectories)))
                 next_number += len(numbers)
-                self.held.update(zip(numbers, held.trajectories, strict=True))
+                self.held.update(zip(numbers, map(_Held.of, held.trajectories), strict=True))
                 self.groups.append((number, held, numbers))
         return next_number
 
@@ -127,8 +140,8 @@ class TrajectoryStore:
         self._epoch = -1
         self._condition = threading.Condition()
         self._next_number = 0
-        #: number → the trajectory and the number of its group, in rising order
-        self._held: dict[int, tuple[Trajectory, int]] = {}
+        #: in rising order of their numbers
+        self._held: dict[int, _Held] = {}
         self._held_nbytes = 0
         self._form: HeldForm | None = None
         self._run: _Run | None = None
@@ -207,37 +220,36 @@ class TrajectoryStore:
         return expected
 
     def release(self, below: int) -> None:
-        """Trajectories with a number below ``below`` are let go, and the journal as far as nothing held needs it."""
+        """Trajectories with a number below ``below`` are let go; of a live source the journal still has them."""
         with self._condition:
             for number in list(self._held):  # they rise
                 if number >= below:
                     break
-                trajectory, _ = self._held.pop(number)
-                self._held_nbytes -= trajectory.nbytes
-            first_held = next(iter(self._held.values()), None)
-            if first_held is None and self._run is None:
-                return
-            needed = first_held[1] if first_held is not None else self._run.read  # type: ignore[union-attr]
-        self._share.release(needed)
+                self._held_nbytes -= self._held.pop(number).trajectory.nbytes
+
+    def covered(self, cursor: int) -> None:
+        """Nobody will resume from before group number ``cursor``: the journal lets go. Raises ``BundleError``."""
+        self._share.release(cursor)
 
     # --- what agents ask ---------------------------------------------------------------------------------------
 
-    def pieces(self, numbers: Number, begins: Number, ends: Number) -> npt.NDArray[np.uint8]:
-        """Tokens ``begins`` to ``ends`` of the numbered trajectories, encoded as one buffer (`packing.pieces`).
+    def pieces(self, numbers: Number, begins: Number, ends: Number) -> list[npt.NDArray[np.uint8]]:
+        """Tokens ``begins`` to ``ends`` of the numbered trajectories, as views of what is held (`packing.pieces`).
 
         Raises ``ProtocolError`` for a number that is not held.
         """
         with self._condition:
             try:
                 kept = self._evaluation.held if self._evaluation is not None else {}
-                trajectories = [kept.get(number) or self._held[number][0] for number in numbers.tolist()]
+                held = [kept.get(number) or self._held[number] for number in numbers.tolist()]
             except KeyError as error:
-                held = f"{next(iter(self._held))} to {next(reversed(self._held))}" if self._held else "none"
+                known = f"{next(iter(self._held))} to {next(reversed(self._held))}" if self._held else "none"
                 raise ProtocolError(
-                    f"store {self.index} holds no trajectory number {error.args[0]} (it holds {held}): it was let go, "
+                    f"store {self.index} holds no trajectory number {error.args[0]} (it holds {known}): it was let go, "
                     "or belongs to an orchestrator that is dead"
                 ) from None
-        return encode_pieces(trajectories, list(zip(begins.tolist(), ends.tolist(), strict=True)))
+        spans = zip(begins.tolist(), ends.tolist(), strict=True)
+        return encode_pieces([each.trajectory for each in held], spans, [each.hash_of_whole for each in held])
 
     @property
     def held_nbytes(self) -> int:
@@ -287,7 +299,7 @@ class TrajectoryStore:
         while run.ready and run.ready[0][0] < cursor:
             for number in self._take(run):
                 held = self._held.pop(number, None)
-                self._held_nbytes -= held[0].nbytes if held is not None else 0
+                self._held_nbytes -= held.trajectory.nbytes if held is not None else 0
 
     # --- on the run's thread -----------------------------------------------------------------------------------
 
@@ -313,14 +325,14 @@ class TrajectoryStore:
                 return not run.over
         group = self._in_form(group)
         nbytes = sum(each.nbytes for each in group.trajectories)
+        held = [_Held.of(each) for each in group.trajectories]
         with self._condition:
             self._condition.wait_for(lambda: run.over or self._has_room(run, nbytes))
             if run.over:
                 return False
             numbers = list(range(self._next_number, self._next_number + len(group.trajectories)))
             self._next_number += len(numbers)
-            for each, trajectory in zip(numbers, group.trajectories, strict=True):
-                self._held[each] = (trajectory, number)
+            self._held.update(zip(numbers, held, strict=True))
             self._held_nbytes += nbytes
             run.ready.append((number, group, numbers))
             run.ready_nbytes += nbytes

@@ -14,6 +14,7 @@ from shmstage.orchestrator.intake import Intake
 from shmstage.orchestrator.latch import Latch
 from shmstage.orchestrator.ledger import Ledger
 from shmstage.orchestrator.program import Program
+from shmstage.orchestrator.recorder import Recorder
 from shmstage.orchestrator.resume import ResumeState
 from shmstage.orchestrator.saving import Saving, last_published
 from shmstage.orchestrator.schedule import Config
@@ -76,8 +77,11 @@ def assemble(
     stop_requested: Callable[[], bool],
     restored_line: Mapping[str, Any] | None = None,
     events: Events = NO_EVENTS,
+    recorder: Recorder | None = None,
 ) -> Parts:
     """Everything between the restored trainer and the first command; the caller closes the feeder."""
+    if recorder is not None:
+        recorder.begin(first_step)
     latch = Latch(
         enabled=settings.latch and settings.boundary.startswith("staged"), min_upload_s=settings.latch_min_upload_s,
         staged_after=settings.boundary == "staged_after_update",
@@ -114,6 +118,6 @@ def assemble(
     )  # fmt: skip
     feeder = Feeder(
         intake, workplace.packer, microbatches_per_step=settings.microbatches_per_step, first_step=first_step,
-        last_step=settings.step_cap, deliver=program.deliver, events=events,
+        last_step=settings.step_cap, deliver=program.deliver, events=events, recorder=recorder,
     )  # fmt: skip
     return Parts(program, feeder, intake)

@@ -18,6 +18,7 @@ from shmstage.orchestrator.intake import Intake, Planned, Upcoming
 from shmstage.orchestrator.packer import Packer
 from shmstage.orchestrator.queue import Cursor
 from shmstage.orchestrator.reader import SourceReader
+from shmstage.orchestrator.recorder import Recorder
 from shmstage.orchestrator.resume import ResumeState
 
 
@@ -67,6 +68,7 @@ class Feeder:
         last_step: int | None,
         deliver: Callable[[FeederEvent], None],
         events: Events = NO_EVENTS,
+        recorder: Recorder | None = None,
     ) -> None:
         self._intake = intake
         self._packer = packer
@@ -75,6 +77,7 @@ class Feeder:
         self._last_step = last_step
         self._deliver = deliver
         self._events = events
+        self._recorder = recorder
         self._allowed = (0, -1)
         self._condition = threading.Condition()
         self._stopped = False
@@ -102,6 +105,8 @@ class Feeder:
 
     def landed(self, step: int) -> None:
         """Update ``step`` landed: its trajectories are held no more, unless the source cannot give them again."""
+        if self._recorder is not None:
+            self._recorder.landed(step)
         if self._reader is not None:
             self._reader.queue.landed(step)
             with self._condition:
@@ -110,6 +115,8 @@ class Feeder:
                 self._reader.queue.commit(handed_out)
             if not self._intake.until_durable:
                 self._let_go(step)  # a restart reads it again; without checkpoints it would be kept for ever
+            elif (state := self._states.get(step)) is not None:
+                self._intake.landed(state.cursor, state.pass_number)
             self._gauge()
 
     def durable(self, step: int) -> None:
@@ -179,6 +186,8 @@ class Feeder:
         filled = self._packer.pack(planned, step=step, index=index, is_final=is_final, stop=lambda: self._stopped)
         handle = filled.handle
         self._note_packed(step, planned, is_final=is_final)
+        if self._recorder is not None:
+            self._recorder.packed(planned, handle)
         note = partial(self._events.note, step=step, index=index, request_id=handle.request_id, slot=handle.slot)
         note("slot_acquired", filled.begun_ns, filled.acquired_ns)
         note("packed", filled.acquired_ns, filled.filled_ns, nbytes=filled.nbytes, tokens=filled.real_tokens)

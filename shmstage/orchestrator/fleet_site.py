@@ -209,6 +209,9 @@ class FleetSite:
     def trainer_died(self) -> None:
         pass  # nobody here can know
 
+    def warnings(self) -> list[str]:
+        return []
+
     def summary(self, trained: int) -> dict[str, Any]:
         told = sum(doors.nbytes for doors in (self._feeds, self._auxes, self._stores))
         return {

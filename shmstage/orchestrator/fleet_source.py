@@ -27,21 +27,23 @@ WAIT_S = 1.0
 @dataclass
 class _Share:
     """What is known of one store. ``reached``: the number that a group of it comes from; ``kept``: (pass, group
-    number, number behind its last trajectory), of those that are not released."""
+    number, number behind its last trajectory), of those that are not released; ``covered``: what its journal has heard.
+    """
 
     store: int
     reached: int = 0
     ended: bool = False
     ready: deque[ReferenceGroup] = field(default_factory=deque)
     kept: deque[tuple[int, int, int]] = field(default_factory=deque)
+    covered: tuple[int, int] = (0, 0)
 
 
 @final
 class FleetSource:
-    """An input as ``Intake`` reads it. One thread reads, any other may ``release`` and ``stop_reading``.
+    """An input as ``Intake`` reads it. One thread reads, any other may call ``landed``, ``release``, ``stop_reading``.
 
-    What it gives counts as held, and a store keeps it, until its step has landed; what a source cannot give again until
-    a durable checkpoint covers it. A restart reads a replayable source anew: nothing that was held is used again.
+    A store holds what it gave in memory until its step has landed. A restart reads a replayable source anew, and what
+    a source cannot give again from the store's journal, which keeps it until a durable checkpoint covers it.
     """
 
     def __init__(self, stores: Doors, told: Sequence[Answer], *, passes: int | None, timeout_s: float) -> None:
@@ -64,7 +66,8 @@ class FleetSource:
         self._expected: dict[int, int | None] = {}
         self.expected_groups: Expected | None = self._expected_of if told[0].take("knows_batches", bool) else None
         self._lock = threading.Lock()
-        self._covered = (0, 0)
+        #: (pass, cursor): what is before is trained, and is covered by a durable checkpoint
+        self._landed = self._covered = (0, 0)
         self._stopped = False
         stop = stores.stop
         stores.stop = lambda: self._stopped or stop()
@@ -112,6 +115,12 @@ class FleetSource:
         """
         with self._lock:
             self._covered = max(self._covered, (pass_number, cursor))
+            self._landed = max(self._landed, self._covered)
+
+    def landed(self, cursor: int, pass_number: int) -> None:
+        """Groups before number ``cursor`` of that pass are trained. Any thread, heard of as ``release`` is."""
+        with self._lock:
+            self._landed = max(self._landed, (pass_number, cursor))
 
     def stop_reading(self) -> None:
         """A wait for the stores ends at once. Any thread."""
@@ -142,15 +151,18 @@ class FleetSource:
         return groups_from_wire(answer.any("groups"), store, answer.where), answer.take("end", bool)
 
     def _let_go(self) -> None:
-        """Tell the stores what is covered; each keeps, and hears, its own."""
+        """Tell the stores what is trained, each its own, and their journals what is covered."""
         with self._lock:
-            covered = self._covered
+            landed, covered = self._landed, self._covered
         for share in self._shares:
             below = -1
-            while share.kept and share.kept[0][:2] < covered:
+            while share.kept and share.kept[0][:2] < landed:
                 below = share.kept.popleft()[2]
             if below >= 0:
                 self._stores.call(share.store, "release", {"below": below}, timeout_s=self._timeout_s)
+            if not self.source_is_replayable and covered > share.covered:
+                share.covered = covered
+                self._stores.call(share.store, "covered", {"cursor": covered[1]}, timeout_s=self._timeout_s)
 
     def _first(self, what: str) -> TrajectoryReference:
         """The first trajectory of all, which may have to be waited for."""

@@ -9,6 +9,7 @@ from typing import Any, cast, final
 from shmstage.errors import SettingsError, TrajectoryError
 from shmstage.packing.journal import STORE, Journal
 from shmstage.packing.journal_source import JournaledSource
+from shmstage.packing.recording import Replay, replay_of
 from shmstage.packing.source import BundleSource, Source
 from shmstage.packing.trajectory import Group, Trajectory
 from shmstage.plugins import make
@@ -21,6 +22,7 @@ class Input:
 
     ``passes`` is how often it is run over: a source that cannot be replayed is run over once, through a journal in OUT
     that makes it replayable as far back as the newest durable checkpoint. ``source_is_replayable`` says which it is.
+    ``replay`` is set where the input is what another run recorded.
     """
 
     replayable = True
@@ -32,6 +34,10 @@ class Input:
             raise SettingsError(f"passes = {settings.passes}: the source cannot be replayed; use passes = 1")
         self.passes = settings.passes if self.source_is_replayable else 1
         self.expected_groups: Any = getattr(source, "expected_groups", None)
+        self.replay: Replay | None = None
+        if isinstance(source, BundleSource):
+            self.replay = replay_of(source.bundle.manifest["provenance"], dict(settings))
+        self.windows_are_microbatches = self.replay is not None and self.replay.is_exact
         self._journaled: JournaledSource | None = None
         if not self.source_is_replayable:
             directory = settings.out_dir / "journal"

@@ -96,6 +96,7 @@ class Intake:
         self._passes = passes
         self._order: Order = order
         self._form = form
+        self._keeps_leftovers = not getattr(source, "windows_are_microbatches", False)
         self._begun_at = state
         self._done_begins = [begin for begin, _ in state.done]
         self._arrival = state.first_arrival
@@ -124,6 +125,12 @@ class Intake:
         release = getattr(self._source, "release", None)
         if release is not None:
             release(cursor, pass_number)
+
+    def landed(self, cursor: int, pass_number: int) -> None:
+        """Groups before number ``cursor`` of that pass are trained; a resume may still ask for them again."""
+        landed = getattr(self._source, "landed", None)
+        if landed is not None:
+            landed(cursor, pass_number)
 
     def upcoming(self, count: int) -> list[Upcoming]:
         """What is handed out next, as far as it is planned already; ``count`` at most. For the thread that iterates."""
@@ -184,7 +191,7 @@ class Intake:
         # windows closed before the one that was being handed out have nothing more to give; planning what is left
         # of them without what joined it later could make a micro-batch that never was
         if self._is_new_ground:
-            yield from self._taken(self.planner.close_window())
+            yield from self._taken(self.planner.close_window() if self._keeps_leftovers else self.planner.flush())
 
     def _taken(self, plans: list[PlannedMicrobatch]) -> Iterator[Planned]:
         self._planned.extend(plans)

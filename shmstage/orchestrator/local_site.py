@@ -93,6 +93,13 @@ class LocalSite:
     def trainer_died(self) -> None:
         self._pool.end_leases_of(TRAINER)
 
+    def warnings(self) -> list[str]:
+        replay = self._source.replay
+        if replay is None or not replay.differences:
+            return []
+        text = "; ".join(replay.differences)
+        return [f"the bundle was recorded with other settings, so that its steps are not those of the run: {text}"]
+
     def summary(self, trained: int) -> dict[str, Any]:
         return {"pool_nbytes": self._pool.nbytes, "backing": asdict(self._pool.backing)}
 

@@ -17,6 +17,7 @@ from shmstage.orchestrator.connection import Connection
 from shmstage.orchestrator.hooks import Hooks
 from shmstage.orchestrator.layouts import Layouts
 from shmstage.orchestrator.local_site import LocalSite
+from shmstage.orchestrator.recorder import Recorder, recorder_of
 from shmstage.orchestrator.resume import ResumeState, state_from_metadata
 from shmstage.orchestrator.site import Site
 from shmstage.orchestrator.step_lines import last_step, read_step_lines, roll_back
@@ -49,12 +50,16 @@ def train(
         hooks = hooks_of(settings)
         if hooks is not None:
             stack.callback(hooks.close)
+        recorder = recorder_of(settings)
+        if recorder is not None:
+            stack.push(recorder.ended_by)
         site.open()
         again = epoch > 1
         while True:
             trainer = site.connect(again=again)
             try:
-                return _attempt(settings, site, trainer, hooks, stop_requested, events)
+                summary = _attempt(settings, site, trainer, hooks, stop_requested, events, recorder)
+                return summary if recorder is None else recorder.added_to(summary)
             except TransportError as error:
                 site.failed(error)
                 if not trainer.watch.dead():
@@ -85,6 +90,7 @@ def _attempt(
     hooks: Hooks | None,
     stop_requested: Callable[[], bool],
     events: Events,
+    recorder: Recorder | None,
 ) -> dict[str, Any]:
     """Everything with one incarnation of the trainer, from restore to shutdown."""
     client, layouts = trainer.client, site.layouts
@@ -112,7 +118,7 @@ def _attempt(
                 start=state_from_metadata(metadata, settings.out_dir) if restored else ResumeState.start(),
                 first_step=first_step, attempt=begun.attempt, write_step=steps.write, sync_lines=steps.sync,
                 restored_line=written[-1] if restored and written else None, stop_requested=stop_requested,
-                events=events,
+                events=events, recorder=recorder,
             )  # fmt: skip
             program, planner = parts.program, parts.intake.planner
             stack.callback(parts.feeder.close)
@@ -130,6 +136,7 @@ def _attempt(
     lines = list(read_step_lines(path))
     summary = summarise(lines)
     trained = sum(len(line["trajectory_ids"]) for line in lines if line["step"] >= first_step)
+    summary["warnings"] += site.warnings()
     if planner.dropped or planner.skipped_empty:
         text = f"not trained: {planner.dropped} over-long and {planner.skipped_empty} empty trajectories"
         summary["warnings"].append(text)

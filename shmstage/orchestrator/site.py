@@ -76,5 +76,8 @@ class Site(Protocol):
     def trainer_died(self) -> None:
         """What it held is free again."""
 
+    def warnings(self) -> list[str]:
+        """What a person should know of the input."""
+
     def summary(self, trained: int) -> dict[str, Any]:
         """What ``summary.json`` says of it; ``trained``: trajectories in this process's time."""

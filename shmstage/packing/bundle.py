@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any, final
 
 from shmstage.errors import BundleError, named, shown
 from shmstage.packing import manifest as manifests
+from shmstage.packing.bundle_files import appearing, check_sha256, names_in, read_file, write_durably
 from shmstage.packing.fields import ROUTING
 from shmstage.packing.held_form import HeldForm
 from shmstage.packing.room import check_room
@@ -34,6 +33,7 @@ from shmstage.settings import RoutingEncoding
 SHARD_NBYTES = 256 << 20
 COMPLETE = "COMPLETE"
 MANIFEST = "manifest.json"
+_REMEDY = "copy the bundle again or make it anew"
 
 
 @final
@@ -66,38 +66,27 @@ def write_bundle(
     `TrajectoryError` for unequal optional fields, `BundleError` for everything else.
     """
     path = Path(path)
-    if os.path.lexists(path):
-        raise BundleError(f"{path} exists; a bundle is never overwritten, choose another name or remove it")
     if not trajectories:
         raise BundleError(f"{path}: 0 trajectories; a bundle holds at least 1")
     check_same_fields(trajectories)
     _check_identities(path, trajectories)
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # a sibling: a rename stays on one file system
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name[:100]}.", dir=path.parent))
+    with appearing(path) as directory:
         shards = []
         for number, part in enumerate(_parts(trajectories, shard_nbytes)):
             name = manifests.shard_name(number)
             data = encode_shard(part)
-            _write_durably(temporary / name, data)
+            write_durably(directory / name, data)
             shards.append(manifests.describe_shard(name, data, part))
         manifest = manifests.describe(trajectories, shards, provenance)
-        text = manifests.encode(manifest)
-        _write_durably(temporary / MANIFEST, text)
-        _write_durably(temporary / COMPLETE, (hashlib.sha256(text).hexdigest() + "\n").encode())
-        temporary.chmod(0o755)
-        _sync_directory(temporary)
-        temporary.rename(path)
-        temporary = None
-        _sync_directory(path.parent)
-    except OSError as error:
-        raise BundleError(f"{path} cannot be written: {error.strerror}; choose another place") from None
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        seal(directory, manifest)
     return Bundle(path, manifest, tuple(trajectories))
+
+
+def seal(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest of the shards that are there, and that they are all."""
+    text = manifests.encode(manifest)
+    write_durably(directory / MANIFEST, text)
+    write_durably(directory / COMPLETE, (hashlib.sha256(text).hexdigest() + "\n").encode())
 
 
 def read_bundle(path: Path | str, encoding: RoutingEncoding = "dense", experts: int = 0) -> Bundle:
@@ -108,21 +97,7 @@ def read_bundle(path: Path | str, encoding: RoutingEncoding = "dense", experts: 
     A bundle is held in memory: one that does not fit there is a `BudgetError` before anything of it is read.
     """
     path = Path(path)
-    if not os.path.isdir(path):  # Path's own raises for a name that is too long
-        what = "is not a directory" if os.path.lexists(path) else "does not exist"
-        raise BundleError(f"{path} {what}; give the directory of a bundle")
-    remedy = "copy the bundle again or make it anew"
-    names = _names(path)
-    if COMPLETE not in names:
-        raise BundleError(f"{path} has no {COMPLETE}: it was not written to the end; {remedy}")
-    complete = _read(path / COMPLETE, 4096).decode("ascii", "replace").strip()
-    text = _read(path / MANIFEST, manifests.MAX_NBYTES)
-    _check_sha256(path / MANIFEST, text, complete)
-    manifest = manifests.decode(text, path / MANIFEST)
-    listed = {shard["file"] for shard in manifest["shards"]}
-    stray = sorted(name for name in names if name.startswith("shard-") and name not in listed)
-    if stray:
-        raise BundleError(f"{path} has {named(stray[0])}, which its manifest does not name; {remedy}")
+    manifest = read_manifest(path)
     nbytes = [shard["nbytes"] for shard in manifest["shards"]]
     # a shard is copied out of its file's bytes
     check_room(sum(nbytes) + max(nbytes), f"the {len(nbytes)} shards of {path}", "train it in parts")
@@ -130,10 +105,10 @@ def read_bundle(path: Path | str, encoding: RoutingEncoding = "dense", experts: 
     trajectories: list[Trajectory] = []
     for shard in manifest["shards"]:
         file = path / shard["file"]
-        data = _read(file, shard["nbytes"])
+        data = read_file(file, shard["nbytes"])
         if len(data) != shard["nbytes"]:
-            raise BundleError(f"{file} has {len(data)} bytes, the manifest says {shard['nbytes']}; {remedy}")
-        _check_sha256(file, data, shard["sha256"])
+            raise BundleError(f"{file} has {len(data)} bytes, the manifest says {shard['nbytes']}; {_REMEDY}")
+        check_sha256(file, data, shard["sha256"])
         entries = manifest["trajectories"][len(trajectories) : len(trajectories) + shard["trajectories"]]
         decoded = decode_shard(data, entries, manifest["optional"], manifest["experts"], file)
         trajectories.extend(map(form.of, decoded))
@@ -142,8 +117,27 @@ def read_bundle(path: Path | str, encoding: RoutingEncoding = "dense", experts: 
     recomputed = manifests.describe(trajectories, manifest["shards"], manifest["provenance"])
     for key, value in recomputed.items():
         if manifest[key] != value:
-            raise BundleError(f"{path}: {_difference(key, manifest[key], value)}; {remedy}")
+            raise BundleError(f"{path}: {_difference(key, manifest[key], value)}; {_REMEDY}")
     return Bundle(path, manifest, tuple(trajectories))
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What a bundle says of itself, its shards unread. Raises `BundleError` as `read_bundle`."""
+    if not os.path.isdir(path):  # Path's own raises for a name that is too long
+        what = "is not a directory" if os.path.lexists(path) else "does not exist"
+        raise BundleError(f"{path} {what}; give the directory of a bundle")
+    names = names_in(path)
+    if COMPLETE not in names:
+        raise BundleError(f"{path} has no {COMPLETE}: it was not written to the end; {_REMEDY}")
+    complete = read_file(path / COMPLETE, 4096).decode("ascii", "replace").strip()
+    text = read_file(path / MANIFEST, manifests.MAX_NBYTES)
+    check_sha256(path / MANIFEST, text, complete)
+    manifest = manifests.decode(text, path / MANIFEST)
+    listed = {shard["file"] for shard in manifest["shards"]}
+    stray = sorted(name for name in names if name.startswith("shard-") and name not in listed)
+    if stray:
+        raise BundleError(f"{path} has {named(stray[0])}, which its manifest does not name; {_REMEDY}")
+    return manifest
 
 
 def _form(path: Path, manifest: Mapping[str, Any], encoding: RoutingEncoding, experts: int) -> HeldForm:
@@ -189,50 +183,3 @@ def _parts(trajectories: Sequence[Trajectory], shard_nbytes: int) -> Iterator[li
             part, nbytes = [], 0
     if part:
         yield part
-
-
-def _names(path: Path) -> list[str]:
-    try:
-        return os.listdir(path)
-    except OSError as error:
-        raise BundleError(f"{path} cannot be read: {error.strerror}; check its permissions") from None
-
-
-def _read(file: Path, limit: int) -> bytes:
-    """At most `limit` + 1 bytes of a regular file; a link, a pipe or a device is refused."""
-    try:
-        # non-blocking: opening a pipe would wait for a writer
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as opened:
-            if not os.path.isfile(descriptor):
-                raise BundleError(f"{file} is not a regular file; a bundle holds nothing else")
-            size = os.fstat(descriptor).st_size
-            if size > limit:
-                raise BundleError(f"{file} has {size} bytes, at most {limit} were expected; make the bundle anew")
-            return opened.read(size + 1)
-    except OSError as error:
-        raise BundleError(f"{file} cannot be read: {error.strerror}; copy the bundle again") from None
-
-
-def _check_sha256(file: Path, data: bytes, want: str) -> None:
-    got = hashlib.sha256(data).hexdigest()
-    if got != want:
-        raise BundleError(
-            f"{file} has sha256 {got}, want {named(want)}: it was altered or damaged; "
-            "copy the bundle again or make it anew"
-        )
-
-
-def _write_durably(file: Path, data: bytes) -> None:
-    with open(file, "xb") as opened:
-        opened.write(data)
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

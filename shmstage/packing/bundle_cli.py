@@ -17,24 +17,37 @@ if TYPE_CHECKING:
 RECORDER = "shmstage.demo.record:main"
 
 IMPORT_HELP = """\
-Makes a bundle from JSON lines, one trajectory a line. Keys are the fields of a trajectory:
+Makes a bundle from records: JSON lines, a Parquet file (pip install 'shmstage[parquet]') or a .npz file, told by what
+it begins with. --format auto takes the names from the first record. Our own, the fields of a trajectory:
 
   tokens          list of token ids, prompt and completion          required
   loss_mask       list of 0 and 1, or one for all tokens            required
   advantages      list of numbers, or one number for all tokens     required
   old_logprobs    list of numbers, 0.0 for the prompt               required
-  ref_logprobs    list of numbers                                   all lines or none
-  returns         list of numbers                                   all lines or none
-  old_values      list of numbers                                   all lines or none
-  routing         [tokens or tokens - 1][layers][top_k] expert ids  all lines or none
+  ref_logprobs    list of numbers                                   all records or none
+  returns         list of numbers                                   all records or none
+  old_values      list of numbers                                   all records or none
+  routing         [tokens or tokens - 1][layers][top_k] expert ids  all records or none
   experts         number of experts that routing chooses from       0, not known
   trajectory_id   text                                              line-<line number>
   group_id        text, the same for all answers to one prompt      the trajectory_id
-  batch_index     prompts consumed between two weight syncs         of its group's first line,
-                                                                    else (line number - 1) // 64
+  batch_index     prompts consumed between two weight syncs         of its group's first record,
+                                                                    else (number - 1) // 64
   policy_version  weights that sampled it                           0
+  length          of padded arrays: how many tokens are real        all
 
-An unknown key is an error. OUT must not exist."""
+An unknown key is an error. verl's names (DataProto): prompts, responses, attention_mask, response_mask,
+rollout_log_probs or old_log_probs, token_level_rewards or advantages, uid. TRL's (GRPO): prompt_ids, prompt_mask,
+completion_ids, completion_mask, logprobs or old_per_token_logps, rewards or advantages, group_id. Other keys of those
+are left out, and named. Padding goes by the masks. In a .npz file every array has a row per record.
+
+--advantages auto takes advantages that are there, else makes them of the rewards of a group: normalised,
+(r - mean) / (std + epsilon), as GRPO does, with the epsilon of verl (1e-6) or TRL (1e-4); centred, r - mean (Dr. GRPO);
+rewards, as they are. OUT must not exist."""
+
+#: `packing/import_bundle.py` knows them; not imported to show the help
+FORMATS = ("auto", "jsonl", "parquet", "npz", "verl", "trl")
+ADVANTAGES = ("auto", "given", "normalised", "centred", "rewards")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,12 +67,14 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     importing = actions.add_parser(
         "import",
-        help="make a bundle from JSON lines",
+        help="make a bundle from JSON lines, Parquet or .npz, with our names, verl's or TRL's",
         description=IMPORT_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    importing.add_argument("file", metavar="FILE.jsonl")
+    importing.add_argument("file", metavar="FILE")
     importing.add_argument("out", metavar="OUT", help="directory to make")
+    importing.add_argument("--format", choices=FORMATS, default="auto", help="default: told by the file")
+    importing.add_argument("--advantages", choices=ADVANTAGES, default="auto", help="of verl and trl records")
     actions.add_parser("record", help="make the demo bundle: real rollouts of the demo model")
     showing = actions.add_parser("show", help="counts, lengths and fields of a bundle")
     showing.add_argument("bundle", metavar="BUNDLE")
@@ -71,13 +86,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from shmstage.packing.import_jsonl import import_jsonl
+    from shmstage.packing.import_bundle import import_bundle
 
-    bundle = import_jsonl(arguments.file, arguments.out)
+    imported = import_bundle(arguments.file, arguments.out, format=arguments.format, advantages=arguments.advantages)
+    bundle = imported.bundle
     if arguments.json:
-        _print_json({"path": str(bundle.path), **bundle.manifest["counts"]})
+        _print_json({"path": str(bundle.path), **bundle.manifest["counts"], "notes": list(imported.notes)})
     else:
-        print(f"{bundle.path}: {_counts(bundle)}")
+        print("\n".join([f"{bundle.path}: {_counts(bundle)}", *(named(note, 2000) for note in imported.notes)]))
     return 0
 
 

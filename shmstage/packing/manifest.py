@@ -71,6 +71,34 @@ def describe(
     }
 
 
+def joined(parts: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """The manifest of all the shards of `parts`, numbered on. Raises `BundleError` for what cannot be one bundle."""
+    first = parts[0]
+    for part in parts:
+        for name in ("optional", "experts"):
+            if part[name] != first[name]:
+                raise BundleError(f"{where}: {name} is {shown(part[name])} in one part, {shown(first[name])} in one")
+    shards = [shard for part in parts for shard in part["shards"]]
+    entries = [entry for part in parts for entry in part["trajectories"]]
+    if len({entry["id"] for entry in entries}) != len(entries):
+        raise BundleError(f"{where}: a trajectory_id occurs twice; give each trajectory its own")
+    return {
+        "schema": SCHEMA,
+        "counts": {
+            "trajectories": len(entries),
+            "groups": len({entry["group"] for entry in entries}),
+            "batches": len({entry["batch"] for entry in entries}),
+            "tokens": sum(entry["length"] for entry in entries),
+            "loss_tokens": sum(entry["loss_tokens"] for entry in entries),
+        },
+        "optional": first["optional"],
+        "experts": first["experts"],
+        "shards": [{**shard, "file": shard_name(number)} for number, shard in enumerate(shards)],
+        "trajectories": entries,
+        "provenance": dict(provenance),
+    }
+
+
 def encode(manifest: Mapping[str, Any]) -> bytes:
     """The same bytes for the same manifest. Raises `BundleError` if `provenance` is not JSON."""
     try:

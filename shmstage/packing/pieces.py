@@ -1,13 +1,14 @@
-"""Spans of trajectories on their way from a store to a host: one buffer, as they are held, nothing pickled.
+"""Spans of trajectories on their way from a store to a host: a head, then their arrays from where they are held.
 
-| bytes                   | what                                                                                    |
-|-------------------------|-----------------------------------------------------------------------------------------|
-| 0 to 64                 | magic, version, size of an entry, count of pieces, size of the buffer, xxh3-64 of these |
-| 128 for a piece         | entry: xxh3-128 of its other bytes and its block; what `_Entry` names                   |
-| then a block for each   | the id and a 0; the arrays that are present, in the order of the table in `fields.py`   |
+| part       | bytes           | what                                                                              |
+|------------|-----------------|-----------------------------------------------------------------------------------|
+| head       | 0 to 64         | magic, version, size of an entry, count, bytes of all parts, xxh3-64 of these     |
+|            | 128 for a piece | entry: xxh3-128 of its other bytes, its id and its arrays; what `_Entry` names    |
+|            | then            | the ids, a 0 after each                                                           |
+| each array | its own         | piece by piece those that are present, in the order of the table in `fields.py`   |
 
-Everything begins at a multiple of 64 and is filled up with zeros to the next. Each byte is under one of the hashes, and
-where a block and its arrays lie follows from the entries: no number in them is used as an offset.
+Nothing is copied here: whoever sends gathers the parts. Each byte is under one of the hashes, and how many arrays of
+which sizes a piece has follows from its entry.
 
 Routing is dense, or packed in whole groups of 8 tokens (`HeldRouting`): a piece that begins inside a group has all of
 that group, ids and then validity, and its record says how many tokens of it are not meant.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -34,20 +36,18 @@ from shmstage.packing.trajectory import MAX_EXPERTS, MAX_ID_CHARACTERS, Trajecto
 
 Bytes = npt.NDArray[np.uint8]
 
-_MAGIC, _VERSION = b"shmPIECE", 1
+_MAGIC, _VERSION = b"shmPIECE", 2
 _HEADER = struct.Struct("<8sIIQQ24x")  # then 8 bytes of hash
 _HEADER_NBYTES = 64
 _HASH_NBYTES = 16
 _ENTRY = struct.Struct("<16sQQQQQQIII36x")  # after 16 bytes of hash
 _ENTRY_NBYTES = _HASH_NBYTES + _ENTRY.size
-_LINE = 64
 _WORD_NBYTES = 4
 _MANDATORY = sum(1 << number for number, row in enumerate(WORD_FIELDS) if not row.optional)
 #: of optional fields; routing is told by its shape
 _BITS = {row.source: 1 << number for number, row in enumerate(WORD_FIELDS)} | {ROUTING.source: 0}
 _MAX_TOKENS = (1 << 31) - 1
 _MAX_BITS = 15
-_MAX_NAME_NBYTES = 4 * MAX_ID_CHARACTERS
 
 
 class _Entry(NamedTuple):
@@ -75,29 +75,22 @@ class _Entry(NamedTuple):
         first, routed = self.begin // GROUP, self.routed_here
         return first, -(-(self.begin + routed) // GROUP) if routed else first
 
-    def places(self, at: int, name_nbytes: int) -> tuple[list[tuple[int, int]], int]:
-        """Begin and end of every array of a block that begins at `at`, and where the block ends."""
-        at = _line(at + name_nbytes + 1)
-        found = []
-        nbytes = (self.end - self.begin) * _WORD_NBYTES
-        for _ in range(self.present.bit_count()):
-            found.append((at, at + nbytes))
-            at = _line(at + nbytes)
-        if self.layers:
-            if self.bits:
-                first, last = self.groups
-                nbytes = (last - first) * self.layers * (self.top_k * self.bits + 1)
-            else:
-                nbytes = self.routed_here * self.layers * self.top_k * 2
-            found.append((at, at + nbytes))
-            at = _line(at + nbytes)
-        return found, at
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each array."""
+        found = [(self.end - self.begin) * _WORD_NBYTES] * self.present.bit_count()
+        if self.layers and self.bits:
+            first, last = self.groups
+            found.append((last - first) * self.layers * (self.top_k * self.bits + 1))
+        elif self.layers:
+            found.append(self.routed_here * self.layers * self.top_k * 2)
+        return found
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Tokens `begin` to `end` of a trajectory, in memory that belongs to the buffer it came in.
+    """Tokens `begin` to `end` of a trajectory, in the memory it came in.
 
     `digest`, `length` and `routing` are of the whole trajectory, `nbytes` of the arrays that are here.
     """
@@ -142,60 +135,56 @@ class Piece:
         return sum(map(len, self._arrays))
 
 
-def encoded_nbytes(trajectories: Sequence[Trajectory], spans: Iterable[Sequence[int]]) -> int:
-    """Size of the buffer that `encode_pieces` makes of the same."""
-    at = _HEADER_NBYTES + _ENTRY_NBYTES * len(trajectories)
-    for trajectory, (begin, end) in zip(trajectories, spans, strict=True):
-        at = _entry(trajectory, begin, end).places(at, len(trajectory.trajectory_id.encode()))[1]
-    return at
+def hash_of_whole(trajectory: Trajectory) -> bytes:
+    """What its entry begins with if all of it is sent: made ahead, sending needs not read it once more."""
+    entry = _entry(trajectory, 0, trajectory.length)
+    return _hash(_ENTRY.pack(*entry), _name(trajectory), _arrays_of(trajectory, entry))
 
 
-def encode_pieces(trajectories: Sequence[Trajectory], spans: Iterable[Sequence[int]]) -> Bytes:
-    """Tokens [begin, end) of each trajectory, one span for each: uint8 `[nbytes]`, 64-byte aligned.
+def encode_pieces(
+    trajectories: Sequence[Trajectory], spans: Iterable[Sequence[int]], hashes: Sequence[bytes] = ()
+) -> list[Bytes]:
+    """Tokens [begin, end) of each trajectory, one span for each: the parts, uint8 `[nbytes]` each.
 
-    Every array is copied once. Raises ``TrajectoryError`` for a span that is not within its trajectory.
+    The arrays are views of what the trajectories hold; of packed routing that is cut they are copies. `hashes`: what
+    `hash_of_whole` made of each. Raises ``TrajectoryError`` for a span that is not within its trajectory.
     """
     entries = [_entry(one, begin, end) for one, (begin, end) in zip(trajectories, spans, strict=True)]
-    names = [one.trajectory_id.encode() for one in trajectories]
-    blocks = []
-    at = _HEADER_NBYTES + _ENTRY_NBYTES * len(entries)
-    for entry, name in zip(entries, names, strict=True):
-        places, end = entry.places(at, len(name))
-        blocks.append((at, end, places))
-        at = end
-    out = _aligned_zeros(at)
-    header = _HEADER.pack(_MAGIC, _VERSION, _ENTRY_NBYTES, len(entries), at)
-    out[:_HEADER_NBYTES] = np.frombuffer(header + xxhash.xxh3_64_digest(header), np.uint8)
-    for number, (trajectory, entry, name, block) in enumerate(zip(trajectories, entries, names, blocks, strict=True)):
-        begin, end, places = block
-        out[begin : begin + len(name)] = np.frombuffer(name, np.uint8)
-        for (offset, last), parts in zip(places, _arrays_of(trajectory, entry), strict=True):
-            for part in parts:
-                out[offset : offset + len(part)] = part
-                offset += len(part)
-            assert offset == last, "a piece's array is not as large as its entry says"
+    names = [_name(one) for one in trajectories]
+    arrays: list[Bytes] = []
+    told = []
+    for number, (trajectory, entry, name) in enumerate(zip(trajectories, entries, names, strict=True)):
+        own = _arrays_of(trajectory, entry)
+        assert [len(array) for array in own] == entry.sizes, "a piece's array is not as large as its entry says"
         packed = _ENTRY.pack(*entry)
-        at = _HEADER_NBYTES + number * _ENTRY_NBYTES
-        out[at : at + _ENTRY_NBYTES] = np.frombuffer(_hash(packed, out[begin:end]) + packed, np.uint8)
-    return out
+        is_known = hashes and (entry.begin, entry.end) == (0, entry.length)
+        told.append((hashes[number] if is_known else _hash(packed, name, own)) + packed)
+        arrays += own
+    head_nbytes = _HEADER_NBYTES + _ENTRY_NBYTES * len(entries) + sum(map(len, names))
+    nbytes = head_nbytes + sum(map(len, arrays))
+    header = _HEADER.pack(_MAGIC, _VERSION, _ENTRY_NBYTES, len(entries), nbytes)
+    head = b"".join([header, xxhash.xxh3_64_digest(header), *told, *names])
+    return [np.frombuffer(head, np.uint8), *arrays]
 
 
-def decode_pieces(buffer: Any) -> list[Piece]:
-    """What `encode_pieces` made, in its order; nothing is copied, `buffer` lives as long as a piece.
+def decode_pieces(parts: Sequence[Bytes]) -> list[Piece]:
+    """What `encode_pieces` made, in its order; nothing is copied, the parts live as long as their piece.
 
     Raises ``ProtocolError`` if a byte is not as it was written, naming the trajectory.
     """
-    whole = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
-    if whole.dtype != np.uint8 or whole.ndim != 1 or not whole.flags.c_contiguous:
-        raise ProtocolError(f"pieces come as uint8 [nbytes]; got {whole.dtype}{list(whole.shape)}")
-    count = _count(whole)
-    pieces = []
-    at = _HEADER_NBYTES + count * _ENTRY_NBYTES
-    for number in range(count):
-        piece, at = _piece(whole, number, count, at)
-        pieces.append(piece)
-    if at != len(whole):
-        raise ProtocolError(f"{count} pieces of {at} bytes in a buffer of {len(whole)}")
+    for part in parts:
+        if part.dtype != np.uint8 or part.ndim != 1 or not part.flags.c_contiguous:
+            raise ProtocolError(f"pieces come as uint8 [nbytes]; got {part.dtype}{list(part.shape)}")
+    if not parts:
+        raise ProtocolError("pieces begin with a head; got nothing")
+    head, arrays = parts[0].tobytes(), iter(parts[1:])
+    count = _count(head, sum(map(len, parts)))
+    names = head[_HEADER_NBYTES + count * _ENTRY_NBYTES :].split(b"\0")
+    if len(names) != count + 1 or names[-1]:
+        raise ProtocolError(f"{count} pieces with {len(names) - 1} ids: the head was damaged on its way")
+    pieces = [_piece(head, number, count, name, arrays) for number, name in enumerate(names[:-1])]
+    if left := sum(1 for _ in arrays):
+        raise ProtocolError(f"{count} pieces came with {left} arrays too many")
     return pieces
 
 
@@ -231,20 +220,14 @@ def _rows(entry: _Entry) -> list[TokenField]:
     return [*words, ROUTING] if entry.layers else words
 
 
-def _line(nbytes: int) -> int:
-    return -(-nbytes // _LINE) * _LINE
+def _name(trajectory: Trajectory) -> bytes:
+    return trajectory.trajectory_id.encode() + b"\0"
 
 
-def _aligned_zeros(nbytes: int) -> Bytes:
-    # fresh pages are zeros anyway
-    room = np.zeros(nbytes + _LINE, np.uint8)
-    skipped = -room.ctypes.data % _LINE
-    return room[skipped : skipped + nbytes]
-
-
-def _hash(packed: bytes, block: Bytes) -> bytes:
-    hasher = xxhash.xxh3_128(packed)
-    hasher.update(block.data)
+def _hash(packed: bytes, name: bytes, arrays: Iterable[Bytes]) -> bytes:
+    hasher = xxhash.xxh3_128(packed + name)
+    for array in arrays:
+        hasher.update(array.data)
     return hasher.digest()
 
 
@@ -265,57 +248,60 @@ def _entry(trajectory: Trajectory, begin: int, end: int) -> _Entry:
     )
 
 
-def _arrays_of(trajectory: Trajectory, entry: _Entry) -> Iterator[tuple[Bytes, ...]]:
-    """The bytes of the span in every array that is present; packed routing lies in two places."""
-    for number, row in enumerate(WORD_FIELDS):
-        if entry.present >> number & 1:
-            yield (getattr(trajectory, row.source)[entry.begin : entry.end].view(np.uint8),)
+def _arrays_of(trajectory: Trajectory, entry: _Entry) -> list[Bytes]:
+    """The bytes of the span in every array that is present."""
+    found = [
+        getattr(trajectory, row.source)[entry.begin : entry.end].view(np.uint8)
+        for number, row in enumerate(WORD_FIELDS)
+        if entry.present >> number & 1
+    ]
     routing = trajectory.routing
     if isinstance(routing, HeldRouting):
         data = np.frombuffer(routing.data, np.uint8)
-        first, last = entry.groups
-        each = entry.layers * entry.top_k * entry.bits
-        validity = data[-(-entry.routed // GROUP) * each :]
-        yield data[first * each : last * each], validity[first * entry.layers : last * entry.layers]
+        (first, last), groups = entry.groups, -(-entry.routed // GROUP)
+        if (first, last) != (0, groups):  # cut, ids and validity lie apart
+            each = entry.layers * entry.top_k * entry.bits
+            validity = data[groups * each :]
+            cut = data[first * each : last * each], validity[first * entry.layers : last * entry.layers]
+            data = np.concatenate(cut)
+        found.append(data)
     elif routing is not None:
-        yield (routing[entry.begin : entry.begin + entry.routed_here].reshape(-1).view(np.uint8),)
+        found.append(routing[entry.begin : entry.begin + entry.routed_here].reshape(-1).view(np.uint8))
+    return found
 
 
-def _count(whole: Bytes) -> int:
-    if len(whole) < _HEADER_NBYTES:
-        raise ProtocolError(f"pieces begin with {_HEADER_NBYTES} bytes; got {len(whole)}")
-    header = whole[: _HEADER.size].tobytes()
+def _count(head: bytes, came_nbytes: int) -> int:
+    if len(head) < _HEADER_NBYTES:
+        raise ProtocolError(f"pieces begin with {_HEADER_NBYTES} bytes; got {len(head)}")
+    header = head[: _HEADER.size]
     magic, version, entry_nbytes, count, nbytes = _HEADER.unpack(header)
     if magic != _MAGIC:
-        raise ProtocolError(f"no pieces: the buffer of {len(whole)} bytes begins with {magic!r}")
-    if xxhash.xxh3_64_digest(header) != whole[_HEADER.size : _HEADER_NBYTES].tobytes():
-        raise ProtocolError(f"the head of a buffer of {len(whole)} bytes of pieces was damaged on its way")
+        raise ProtocolError(f"no pieces: the head of {len(head)} bytes begins with {magic!r}")
+    if xxhash.xxh3_64_digest(header) != head[_HEADER.size : _HEADER_NBYTES]:
+        raise ProtocolError(f"the head of {came_nbytes} bytes of pieces was damaged on its way")
     if (version, entry_nbytes) != (_VERSION, _ENTRY_NBYTES):
         raise ProtocolError(f"pieces of version {version}, this is version {_VERSION}; run one version on all hosts")
-    if nbytes != len(whole) or count > (len(whole) - _HEADER_NBYTES) // _ENTRY_NBYTES:
-        raise ProtocolError(f"{count} pieces in {nbytes} bytes were sent, {len(whole)} bytes came")
+    if nbytes != came_nbytes or count > (len(head) - _HEADER_NBYTES) // _ENTRY_NBYTES:
+        raise ProtocolError(f"{count} pieces in {nbytes} bytes were sent, {came_nbytes} bytes came")
     return int(count)
 
 
-def _piece(whole: Bytes, number: int, count: int, at: int) -> tuple[Piece, int]:
-    """The piece whose block begins at `at`, and where that ends."""
-    # up to a 0, whatever the entry says: it has a name for what is wrong with it
-    name, ended, _ = whole[at : at + _MAX_NAME_NBYTES + 1].tobytes().partition(b"\0")
+def _piece(head: bytes, number: int, count: int, name: bytes, arrays: Iterator[Bytes]) -> Piece:
+    """The next piece, of the next arrays."""
     begin = _HEADER_NBYTES + number * _ENTRY_NBYTES
-    head = whole[begin : begin + _ENTRY_NBYTES].tobytes()
+    told, packed = head[begin : begin + _HASH_NBYTES], head[begin + _HASH_NBYTES : begin + _ENTRY_NBYTES]
     try:
-        if not ended:
-            raise ValueError("its id was damaged on its way")
-        entry = _Entry._make(_ENTRY.unpack_from(head, _HASH_NBYTES))
+        entry = _Entry._make(_ENTRY.unpack(packed))
         if not entry.begin <= entry.end <= entry.length <= _MAX_TOKENS or entry.bits > _MAX_BITS:
             raise ValueError("its entry was damaged on its way")
-        places, end = entry.places(at, len(name))
-        if end > len(whole):
-            raise ValueError(f"{end - at} bytes from byte {at} on, in a buffer of {len(whole)}")
-        if _hash(head[_HASH_NBYTES:], whole[at:end]) != head[:_HASH_NBYTES]:
+        sizes = entry.sizes
+        own = list(islice(arrays, len(sizes)))
+        if [len(array) for array in own] != sizes:
+            raise ValueError(f"arrays of {sizes} bytes were sent, of {[len(array) for array in own]} bytes came")
+        if _hash(packed, name + b"\0", own) != told:
             raise ValueError("its bytes were damaged on their way")
         _check(entry)
-        return _made(whole, entry, name.decode(), places), end
+        return _made(entry, name.decode(), own)
     except (ValueError, TypeError, OverflowError) as error:  # native code's and the name's too
         who = shown(name.decode(errors="replace"), MAX_ID_CHARACTERS)
         raise ProtocolError(f"piece {number} of {count}, trajectory {who}: {error}") from None
@@ -335,8 +321,7 @@ def _check(entry: _Entry) -> None:
         raise ValueError(f"routing of shape {shape}, experts = {entry.experts}, for {entry.length} tokens")
 
 
-def _made(whole: Bytes, entry: _Entry, name: str, places: list[tuple[int, int]]) -> Piece:
-    arrays = [whole[begin:end] for begin, end in places]
+def _made(entry: _Entry, name: str, arrays: list[Bytes]) -> Piece:
     here = iter(arrays)
     words = [next(here) if entry.present >> number & 1 else None for number in range(len(WORD_FIELDS))]
     routing = (next(here), entry.routed_here, entry.layers, entry.top_k, entry.bits) if entry.layers else None

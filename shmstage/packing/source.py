@@ -23,6 +23,9 @@ class Source(Protocol):
     A source may also have `expected_groups(batch_index) -> int | None`, always the same for the same batch. With
     `order = "prompt_batch"` a batch is then complete, and can be trained, when so many of its groups have come;
     otherwise when the source is two batches further, or at its end.
+
+    A source whose `windows_are_microbatches` is true gives in each batch just what makes one micro-batch; then nothing
+    of a batch is left over for the next one, however few rows it takes.
     """
 
     @property

@@ -70,15 +70,7 @@ class Trajectory:
     def __post_init__(self) -> None:
         if self.group_id == "":
             object.__setattr__(self, "group_id", self.trajectory_id)
-        for name in ("trajectory_id", "group_id"):
-            value = getattr(self, name)
-            # ids go into error lines, tables and file names of reports
-            if type(value) is not str or not 0 < len(value) <= MAX_ID_CHARACTERS or not value.isprintable():
-                self._refuse(name, f"1 to {MAX_ID_CHARACTERS} printable characters", shown(value, 300))
-        for name in ("batch_index", "policy_version", "experts"):
-            value = getattr(self, name)
-            if type(value) is not int or not 0 <= value <= MAX_INTEGER:
-                self._refuse(name, f"an integer from 0 to {MAX_INTEGER}", shown(value))
+        self._check_ids()
         if self.experts > MAX_EXPERTS:
             self._refuse("experts", f"an integer from 0 to {MAX_EXPERTS}: ids are int16", str(self.experts))
         if self.experts and self.routing is None:
@@ -107,6 +99,14 @@ class Trajectory:
         object.__setattr__(self, "optional", frozenset(carried))
         object.__setattr__(self, "loss_tokens", int(np.count_nonzero(self.loss_mask[1:])))
         object.__setattr__(self, "record", self._noted())
+
+    def renamed(self, *, trajectory_id: str, group_id: str, batch_index: int) -> Trajectory:
+        """The same arrays, with the same digest, under other ids."""
+        found = object.__new__(Trajectory)
+        ids = {"trajectory_id": trajectory_id, "group_id": group_id, "batch_index": batch_index}
+        found.__setstate__({**self.__getstate__(), **ids})
+        found._check_ids()
+        return found
 
     def with_held_routing(self, bits: int) -> Trajectory:
         """The same trajectory with its routing packed in `bits` bits an id, which all ids have been found to fit."""
@@ -145,6 +145,17 @@ class Trajectory:
         for name, value in state.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "record", self._noted())
+
+    def _check_ids(self) -> None:
+        for name in ("trajectory_id", "group_id"):
+            value = getattr(self, name)
+            # ids go into error lines, tables and file names of reports
+            if type(value) is not str or not 0 < len(value) <= MAX_ID_CHARACTERS or not value.isprintable():
+                self._refuse(name, f"1 to {MAX_ID_CHARACTERS} printable characters", shown(value, 300))
+        for name in ("batch_index", "policy_version", "experts"):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+                self._refuse(name, f"an integer from 0 to {MAX_INTEGER}", shown(value))
 
     def _refuse(self, name: str, want: str, got: str) -> NoReturn:
         who = shown(self.trajectory_id, 300)

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     add_settings(parser)
     parser.add_argument("--json", action="store_true", help="print the verdict as one JSON object on stdout")
     args = parser.parse_args(argv)
-    for name in ("resume", "boundary", "latch", *SWITCHES):
+    for name in ("resume", "boundary", "latch", "record", "record_steps", *SWITCHES):
         if getattr(args, name) is not None:
             raise SettingsError(f"--{name.replace('_', '-')}: compare runs every mode from the start; leave it out")
     settings = resolve_args(args).settings
@@ -71,7 +71,9 @@ def compare(settings: Settings, *, say: Any = lambda text: None) -> dict[str, An
     """Run everything and return the verdict with what it rests on; ``settings`` is complete."""
     # bit-identity holds for one CPU count: all arms get the same, whatever the machine does meanwhile
     os.environ.setdefault("PJRT_NPROC", str(os.cpu_count() or 1))
-    base = settings.model_copy(update={"verify": "full", "stage_wait_s": STAGE_WAIT_S, "latch": False})
+    # what a job's file says of recording is for the job
+    changes = {"verify": "full", "stage_wait_s": STAGE_WAIT_S, "latch": False, "record": None, "record_steps": ""}
+    base = settings.model_copy(update=changes)
     say("reference loop")
     reference = run_reference(_arm(base, "reference"))
     modes: dict[str, dict[str, Any]] = {}

@@ -117,13 +117,16 @@ class DeviceBuffers:
         cancelled: Callable[[], bool] = lambda: False,
         put: Put | None = None,
         events: Events = NO_EVENTS,
+        count_name: str = "device_buffers",
     ) -> None:
         """``watch`` waits for uploads; ``cancelled`` is polled while waiting for a place (``CancelledError``).
 
         ``put``: the engine's own way to a device that is not the host's, instead of ``jax.device_put``.
+        ``count_name``: what the caller calls ``count``, for the remedies of errors.
         """
         self._buffers = [_Buffer() for _ in range(count)]
         self._watch = watch
+        self._count_name = count_name
         self._timeout_s = timeout_s
         self._cancelled = cancelled
         self._put = put or _put
@@ -271,12 +274,12 @@ class DeviceBuffers:
         held = "; ".join(f"{n}: {buffer.why_held()}" for n, buffer in enumerate(self._buffers))
         if not any(buffer.settled for buffer in self._buffers):
             # only this very thread could settle one: waiting would never end
-            raise TrainerError(f"all {len(self._buffers)} device buffers are taken ({held}); raise device_buffers")
+            raise TrainerError(f"all {len(self._buffers)} device buffers are taken ({held}); raise {self._count_name}")
         left = deadline - time.monotonic()
         if left <= 0:
             raise WaitTimeoutError(
                 f"no device buffer was retired within {self._timeout_s:g} s ({held}); "
-                "drop references to their arrays or raise device_buffers"
+                f"drop references to their arrays or raise {self._count_name}"
             )
         if self._cancelled():
             raise CancelledError("the wait for a device buffer was given up: a new handshake or a stop is waiting")

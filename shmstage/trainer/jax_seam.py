@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from shmstage.errors import EngineError
@@ -28,6 +29,10 @@ def partition_spec(*parts: Any) -> PartitionSpec:
 def struct(shape: Sequence[int], dtype: str, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     """An array to compile for, by the layout's dtype name."""
     return jax.ShapeDtypeStruct(shape, numpy_dtype(dtype), sharding=sharding)  # type: ignore[no-untyped-call]
+
+
+def struct_like(array: np.ndarray[Any, Any]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)  # type: ignore[no-untyped-call]
 
 
 def local_devices() -> dict[str, Any]:

@@ -19,26 +19,23 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
 from shmstage.errors import CheckpointError, EngineError
 from shmstage.memory.layout import Layout
 from shmstage.packing.fields import OLD_LOGPS
-from shmstage.packing.routing import DENSE, OFFSETS, PACKED, RAGGED, VALIDITY
 from shmstage.trainer.checkpoints import CheckpointStore, OrbaxStore
 from shmstage.trainer.decode import decoding
 from shmstage.trainer.distributed import check_replicated, copied_over_hosts, said_by_first, spans_processes
 from shmstage.trainer.engine import EVALUATE, SCORE, TRAIN, Batch, Snapshot
+from shmstage.trainer.field_placement import BatchSpec, FieldPlacement
 from shmstage.trainer.host_copy import host_copy
 from shmstage.trainer.jax_seam import partition_spec, wait_ready
 from shmstage.trainer.model_tree import check_trainable, named_leaves, state_shardings, with_keys, without_keys
 from shmstage.trainer.optax_programs import LossFn, PyTree, metric_names, programs_of, programs_on_mesh
-from shmstage.trainer.ranges import LEADING
 from shmstage.trainer.replays import Replays
 
 LogpsFn = Callable[[PyTree, Batch], jax.Array]
-#: axes of the encoded fields of routing, where they are not cut into tiles
-RANKS = {PACKED: 4, VALIDITY: 2, RAGGED: 3, OFFSETS: 1}
 
 
 @final
@@ -73,7 +70,7 @@ class OptaxEngine:
         params: PyTree,
         optimizer: Any,
         mesh: jax.sharding.Mesh | None = None,
-        batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None,
+        batch_spec: BatchSpec = None,
         checkpoint_dir: Path | str | None = None,
         *,
         store: CheckpointStore | None = None,
@@ -88,7 +85,7 @@ class OptaxEngine:
                 "OptaxEngine a mesh of the devices of all (jax.devices()) and a batch_spec"
             )
         self._explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
-        self._batch_spec = batch_spec
+        self._placement = FieldPlacement(mesh, batch_spec)
         loss_fn = self._loss_fn = self._decoding(loss_fn)
         if replay_loss_fn is not None:
             replay_loss_fn = self._decoding(replay_loss_fn)
@@ -115,30 +112,17 @@ class OptaxEngine:
 
     def shardings(self, layout: Layout) -> dict[str, jax.sharding.Sharding]:
         """Per field: on the mesh by ``batch_spec``, or on the default device."""
-        if self._mesh is None:
-            device = SingleDeviceSharding(jax.local_devices()[0])
-            return {field.name: device for field in layout.fields}
-        mesh = self._mesh
-        return {f.name: NamedSharding(mesh, self._spec(f.name, len(f.shape))) for f in layout.fields}
+        return self._placement.shardings(layout)
 
     def _decoding(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        at = NamedSharding(self._mesh, self._spec(DENSE, 4)) if self._mesh is not None else None
-        return decoding(function, at)
+        return decoding(function, self._placement.dense())
 
     def _scoring(self, logps_fn: LogpsFn) -> Any:
         function = self._decoding(logps_fn)
         if self._mesh is None or not self._spans_hosts:
             return jax.jit(function)
         # where the late fields lie: each host writes the scores of its own rows and tokens
-        return jax.jit(function, out_shardings=NamedSharding(self._mesh, self._spec(OLD_LOGPS, 2)))
-
-    def _spec(self, name: str, rank: int) -> PartitionSpec:
-        if name in RANKS:
-            if rank != RANKS[name] + 2:  # the first axis is no row: any device may need any token
-                return partition_spec()
-            name, rank = LEADING, 2  # tiles: two axes more, cut like rows and tokens
-        spec = self._batch_spec.get(name) if isinstance(self._batch_spec, Mapping) else self._batch_spec
-        return partition_spec(*tuple(spec or ())[:rank])
+        return jax.jit(function, out_shardings=self._placement.on_mesh(OLD_LOGPS, 2))
 
     def _initial_state(self, optimizer: Any) -> PyTree:
         """Of its own: what the optimizer merely passes on of the parameters is copied."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from shmstage.packing import import_jsonl as importing
 from shmstage.packing import room
 from shmstage.packing.bundle import read_bundle, write_bundle
 from shmstage.packing.group_record import encode_group
+from shmstage.packing.import_bundle import import_bundle
 from shmstage.packing.journal import Journal
 from shmstage.packing.trajectory import Group, Trajectory
 
@@ -117,8 +119,23 @@ def test_the_id_of_a_journaled_group_is_printable_as_those_of_trajectories() -> 
         encode_group(Group("a\x1b[2J", 0, ()))
 
 
+def test_names_of_a_record_do_not_move_the_cursor(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"responses": [1], "\\u001b[2J": 1}')
+    with pytest.raises(TrajectoryError) as raised:
+        import_bundle(tmp_path / "x.jsonl", tmp_path / "out")
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("header", ["(", "(" * 9000, "{'descr': '<f8', 'shape': (\n"], ids=["open", "deep", "torn"])
+def test_a_header_of_an_array_that_is_no_python_is_refused(tmp_path: Path, header: str) -> None:
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr("a.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode())
+    with pytest.raises(TrajectoryError, match=r"x\.npz cannot be read as \.npz"):
+        import_bundle(tmp_path / "x.npz", tmp_path / "out")
+
+
 def test_a_file_without_line_ends_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importing, "LINE_LIMIT_NBYTES", 1000)
     (tmp_path / "x.jsonl").write_bytes(b"\0" * 5000)
     with pytest.raises(TrajectoryError, match="line 1: longer than 1000 bytes"):
-        importing.import_jsonl(tmp_path / "x.jsonl", tmp_path / "out")
+        import_bundle(tmp_path / "x.jsonl", tmp_path / "out")

@@ -6,9 +6,11 @@ import hashlib
 import json
 import random
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fuzzing import fuzz, survives
 from hypothesis import given
@@ -19,7 +21,7 @@ from trajectory_making import make_trajectory
 from shmstage.errors import BundleError, ShmstageError, TrajectoryError
 from shmstage.packing.bundle import read_bundle, write_bundle
 from shmstage.packing.group_record import decode_group, encode_group
-from shmstage.packing.import_jsonl import import_jsonl
+from shmstage.packing.import_bundle import import_bundle
 from shmstage.packing.journal import Journal
 from shmstage.packing.journal_segment import frame
 from shmstage.packing.shard import decode_shard, encode_shard
@@ -188,7 +190,46 @@ def test_damaged_lines_become_a_bundle_or_are_refused(tmp_path_factory: Any, dam
     lines = [hostile_json(LINE | {"trajectory_id": f"t{number}"}, rng) for number, rng in enumerate(damage)]
     (folder / "x.jsonl").write_bytes(b"\n".join(lines))
     fitting = (TrajectoryError, BundleError)
-    survives(lambda: import_jsonl(folder / "x.jsonl", folder / "out"), *fitting, cap_nbytes=CAP_NBYTES)
+    survives(lambda: import_bundle(folder / "x.jsonl", folder / "out"), *fitting, cap_nbytes=CAP_NBYTES)
+    if (folder / "out").exists():
+        read_bundle(folder / "out")
+
+
+VERL = {
+    "prompts": [0, 5, 6], "responses": [7, 8, 0], "attention_mask": [0, 1, 1, 1, 1, 0], "response_mask": [1, 1, 0],
+    "rollout_log_probs": [-0.5, -0.25, 0.0], "token_level_rewards": [0.0, 1.0, 0.0], "uid": "p", "step": 1,
+}  # fmt: skip
+TRL = {
+    "prompt_ids": [0, 5], "prompt_mask": [0, 1], "completion_ids": [7, 8], "completion_mask": [1, 1],
+    "logprobs": [-0.5, -0.25], "rewards": [1.0, None], "step": 2, "advantages": None,
+}  # fmt: skip
+
+
+@fuzz
+@given(st.lists(rngs, min_size=1, max_size=3), st.sampled_from(["verl", "trl"]))
+def test_damaged_records_of_others_become_a_bundle_or_are_refused(
+    tmp_path_factory: Any, damage: list[random.Random], names: Any
+) -> None:
+    folder = fresh(tmp_path_factory, names)
+    lines = [hostile_json(VERL if names == "verl" else TRL, rng) for rng in damage]
+    (folder / "x.jsonl").write_bytes(b"\n".join(lines))
+    run = partial(import_bundle, folder / "x.jsonl", folder / "out", format=names)
+    survives(run, TrajectoryError, BundleError, cap_nbytes=CAP_NBYTES)
+    if (folder / "out").exists():
+        read_bundle(folder / "out")
+
+
+@fuzz
+@given(rngs, st.booleans())
+def test_a_damaged_npz_file_becomes_a_bundle_or_is_refused(
+    tmp_path_factory: Any, rng: random.Random, packed: bool
+) -> None:
+    folder = fresh(tmp_path_factory, "npz")
+    arrays = {name: np.array([value, value]) for name, value in VERL.items()}
+    (np.savez_compressed if packed else np.savez)(folder / "x.npz", **arrays)
+    (folder / "x.npz").write_bytes(mutated((folder / "x.npz").read_bytes(), rng))
+    run = partial(import_bundle, folder / "x.npz", folder / "out", format="verl")
+    survives(run, TrajectoryError, BundleError, cap_nbytes=CAP_NBYTES)
     if (folder / "out").exists():
         read_bundle(folder / "out")
 

@@ -25,6 +25,7 @@ from shmstage.memory.reader import PoolReader
 from shmstage.orchestrator.input import Input
 from shmstage.packing.fields import microbatch_layout
 from shmstage.packing.fill import fill_microbatch, microbatch_digest
+from shmstage.packing.journal import Journal
 from shmstage.packing.parts import digest_of_rows, part_of
 from shmstage.packing.plan import PlannedMicrobatch, Planner, PlanSettings
 from shmstage.packing.reference import Key, RoutingShape, TrajectoryReference
@@ -162,7 +163,11 @@ def test_what_a_live_source_gave_is_read_again_from_the_journal_by_the_next_stor
     second.close()
 
 
-def test_the_journal_is_let_go_only_as_far_as_nothing_held_needs_it(tmp_path: Path) -> None:
+def test_what_is_let_go_of_memory_is_still_in_the_journal_until_it_is_covered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    covered: list[int] = []
+    monkeypatch.setattr(Journal, "release", lambda self, cursor: covered.append(cursor))
     store = store_of(Given(4, replayable=False), tmp_path)
     groups = read_all(store)
     second_group = groups[1][3][0][0]
@@ -170,6 +175,9 @@ def test_the_journal_is_let_go_only_as_far_as_nothing_held_needs_it(tmp_path: Pa
     store.release(second_group + 1)
     assert store.held_nbytes == sum(each[4] for group in groups for each in group[3] if each[0] > second_group)
     assert [group[0] for group in store.read(1, 1, 9, 5.0)["groups"]][:1] == [1]  # still to be had
+    assert not covered
+    store.covered(3)
+    assert covered == [3]
     store.close()
 
 

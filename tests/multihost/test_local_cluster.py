@@ -113,6 +113,49 @@ def test_a_death_is_named_and_changes_nothing_in_the_result(
     assert role == "host" or f"the {role} (pid {pid}) " in said
 
 
+LIVE_SOURCE = """
+from shmstage.demo.source import make_source
+
+
+class Live:
+    replayable = False
+
+    def __init__(self, groups):
+        self._groups = groups
+
+    def groups(self, cursor):
+        yield from self._groups[cursor:]
+
+    def shard(self, index, count):
+        return Live(self._groups[index::count])
+
+
+def make(settings):
+    return Live(list(make_source({}).groups(0)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_live_source_goes_on_from_the_journal_when_its_store_was_killed(
+    undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "live_source.py").write_text(LIVE_SOURCE)
+    out = tmp_path / "out"
+    process = start(*LOCAL, *OPTIONS, "--source", "live_source:make", "--out", str(out), "--json", cwd=tmp_path)
+    try:
+        wait_until(process, lambda: lines_in(out / "steps.jsonl") >= 3)
+        os.kill(hosts_of(out)[1]["pids"]["store"], signal.SIGKILL)
+    finally:
+        code, printed, err = finish(process)
+    assert code == 0, err
+    summary = json.loads(printed)
+    for name in ("param_digest", "digests", "denominators", "trajectories"):
+        assert summary[name] == undisturbed[name], name
+    assert summary["restarts"] == {**undisturbed["restarts"], "store": 1}
+    assert summary["leaked_pools"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_death_that_is_one_too_many_ends_the_run_and_leaves_nothing(tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ from mutant import Mutant
 
 BUFFERS = "shmstage/trainer/device_buffers.py"
 DOUBLE = "shmstage/trainer/double_buffer.py"
+HOST = "shmstage/trainer/host_buffers.py"
+ARRANGEMENT = "shmstage/trainer/arrangement.py"
 WEIGHTS = "shmstage/trainer/weights.py"
 CELLS = "shmstage/memory/cells.py"
 TESTS = "tests/trainer/test_device_buffers.py"
+CONVENTIONS = "tests/ecosystem/test_double_buffer_conventions.py"
 IN_DOUBLE = "tests/trainer/test_double_buffer.py"
 READERS = "tests/trainer/test_weights_readers.py"
 
@@ -111,30 +114,86 @@ MUTANTS = (
     Mutant(
         "the next micro-batch is uploaded only when it is asked for",
         DOUBLE,
-        "        if not self._over and self._buffers.retired():\n",
-        "        if not self._over and not self._buffers:\n",
+        "        self._upload_ahead()\n",
+        "",
         (f"{IN_DOUBLE}::test_the_next_microbatch_is_uploaded_while_this_one_is_used",),
     ),
     Mutant(
         "an error of the batch ahead takes this one with it",
         DOUBLE,
-        "                self._ahead_error = error  # this batch is on the device already and must not go with it\n",
+        "                self._ahead.append(error)  # what is on the device already must not go with it\n",
         "                raise\n",
         (f"{IN_DOUBLE}::test_every_batch_uploaded_before_the_producer_died_is_given_out_first[1]",),
     ),
     Mutant(
         "an error of the batch ahead is not told",
         DOUBLE,
-        "                self._ahead_error = error  # this batch is on the device already and must not go with it\n",
+        "                self._ahead.append(error)  # what is on the device already must not go with it\n",
         "                pass\n",
         (f"{IN_DOUBLE}::test_an_error_of_the_batch_ahead_is_told_once_and_forgotten_when_closed",),
     ),
     Mutant(
         "a micro-batch that finds no place is lost",
         DOUBLE,
-        "            self._unplaced = lease  # no place for it; the next call tries again\n",
+        "            self._waiting.appendleft(lease)  # no place for it; the next call tries again\n",
         "",
         (f"{IN_DOUBLE}::test_holding_on_to_every_batch_ends_at_a_deadline_with_the_remedy",),
+    ),
+    Mutant(
+        "what waits on the host keeps its slot",
+        HOST,
+        "        finally:\n            lease.end()\n",
+        "        finally:\n            pass\n",
+        (f"{CONVENTIONS}::test_what_waits_on_the_host_has_given_its_slot_back",),
+    ),
+    Mutant(
+        "one place on the host is given to two micro-batches",
+        HOST,
+        "        memory = self._free.popleft()\n",
+        "        memory = self._free[0]\n",
+        (f"{CONVENTIONS}::test_what_waits_on_the_host_has_given_its_slot_back",),
+    ),
+    Mutant(
+        "a place on the host is never free again",
+        HOST,
+        "            self.free.append(self.memory)\n",
+        "            pass\n",
+        (f"{CONVENTIONS}::test_a_place_on_the_host_is_free_again_once_its_upload_is_over",),
+    ),
+    Mutant(
+        "a micro-batch overtakes one that waits on the host",
+        DOUBLE,
+        "self._waiting.popleft() if self._waiting else self._receive(timeout_s)",
+        "self._waiting.pop() if self._waiting else self._receive(timeout_s)",
+        (f"{CONVENTIONS}::test_every_size_gives_the_same_losses_in_the_same_order[3-2]",),
+    ),
+    Mutant(
+        "only one micro-batch is uploaded ahead, whatever is asked for",
+        DOUBLE,
+        "        self._most_ahead = device_buffer_size - 1\n",
+        "        self._most_ahead = 1\n",
+        (f"{CONVENTIONS}::test_device_buffer_size_counts_the_one_in_use_and_those_ahead[3]",),
+    ),
+    Mutant(
+        "fields that into leaves out are uploaded",
+        ARRANGEMENT,
+        "        return _Chosen(lease, tuple(self.shardings))\n",
+        "        return lease\n",
+        (f"{CONVENTIONS}::test_a_field_that_into_leaves_out_is_not_uploaded",),
+    ),
+    Mutant(
+        "a slot whose fields make no tree is never given back",
+        DOUBLE,
+        "            lease.end()  # as below\n",
+        "            pass\n",
+        (f"{CONVENTIONS}::test_an_into_that_makes_no_tree_of_the_fields_is_refused_and_the_slot_given_back[computed]",),
+    ),
+    Mutant(
+        "a field at two leaves lies where the first says, without a word",
+        ARRANGEMENT,
+        "        if found.setdefault(name, placed) != placed:\n",
+        "        if found.setdefault(name, placed) is None:\n",
+        (f"{CONVENTIONS}::test_one_field_at_two_leaves_lies_in_one_place",),
     ),
     # --- the weights pool
     Mutant(

@@ -86,6 +86,7 @@ class DoubleStore:
     ) -> None:
         self.held: dict[int, Trajectory] = {}
         self.released: list[int] = []
+        self.covered: list[int] = []
         self._groups = list(groups)
         self._index, self._count = index, count
         self._live = live
@@ -99,7 +100,7 @@ class DoubleStore:
                 "knows_batches": expected is not None, "held_nbytes": 0,
             },
             {
-                "read": self._read, "first": self._first, "release": self._release,
+                "read": self._read, "first": self._first, "release": self._release, "covered": self._cover,
                 "expected": lambda given: {"groups": expected(given["batch_index"]) if expected else None},
             },
         )  # fmt: skip
@@ -141,6 +142,10 @@ class DoubleStore:
                 first = [self._describe(group.trajectories[0], 0)]
                 return {"group": [number, group.group_id, group.batch_index, first], "end": False}
         return {"group": None, "end": True}
+
+    def _cover(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        self.covered.append(given["cursor"])
+        return {}
 
     def _release(self, given: Mapping[str, Any]) -> dict[str, Any]:
         self.released.append(given["below"])
@@ -214,9 +219,9 @@ class DoubleAgent:
         pieces: dict[int, Any] = {}
         nbytes = 0
         for wanted in part.wanted():
-            buffer = self._stores[wanted.store].pieces(wanted.numbers, wanted.begins, wanted.ends)
-            nbytes += buffer.nbytes
-            pieces.update(wanted.matched(decode_pieces(buffer)))
+            parts = self._stores[wanted.store].pieces(wanted.numbers, wanted.begins, wanted.ends)
+            nbytes += sum(each.nbytes for each in parts)
+            pieces.update(wanted.matched(decode_pieces(parts)))
         slot = self.pool.acquire(
             self.pool.layouts[given["layout_id"]], timeout_s=given["timeout_s"], aux=given["aux"],
             stop=lambda: self.feed.given_up() or self.aux.given_up(),

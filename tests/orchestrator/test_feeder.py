@@ -228,3 +228,20 @@ def test_what_landed_is_let_go_at_once_where_the_source_gives_it_again(
     assert released == [cursors[1]]
     feeder.landed(3)
     assert released == [cursors[1], cursors[5]]
+
+
+def test_what_landed_of_a_live_source_is_said_to_be_trained_and_kept_until_it_is_durable(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, int]] = []
+    monkeypatch.setattr(Intake, "release", lambda self, cursor, pass_number: told.append(("release", cursor)))
+    monkeypatch.setattr(Intake, "landed", lambda self, cursor, pass_number: told.append(("landed", cursor)))
+    source = Given(GROUPS)
+    source.source_is_replayable = False  # type: ignore[attr-defined]
+    feeder = run.begin(source)
+    cursors = [run.packed().state_after.cursor for _ in range(6)]
+    feeder.landed(1)
+    feeder.landed(3)
+    assert told == [("landed", cursors[1]), ("landed", cursors[5])]
+    feeder.durable(1)
+    assert told[2:] == [("release", cursors[1])]

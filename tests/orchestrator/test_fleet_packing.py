@@ -156,6 +156,25 @@ def test_stores_let_go_of_what_a_durable_checkpoint_covers_and_of_nothing_else()
         orchestrator.close()
 
 
+def test_memory_of_a_live_source_goes_when_its_step_landed_and_its_journal_when_that_is_durable() -> None:
+    groups = [make_group(i, i // 4, [TOKENS]) for i in range(100)]
+    with DoubleHosts(RUN, groups, live=True) as hosts:
+        orchestrator = Orchestrator(hosts, passes=1)
+        reading = iter(orchestrator.source.groups(0))
+        next(reading)
+        orchestrator.source.landed(16, 1)
+        for _ in range(40):
+            next(reading)
+        held = {t.trajectory_id for store in hosts.stores for t in store.held.values()}
+        assert groups[16].trajectories[0].trajectory_id in held
+        assert not held & {t.trajectory_id for group in groups[:16] for t in group.trajectories}
+        assert not any(store.covered for store in hosts.stores)
+        orchestrator.source.release(12, 1)
+        list(reading)
+        assert [store.covered for store in hosts.stores] == [[12], [12]]
+        orchestrator.close()
+
+
 def test_a_fleet_keeps_until_durable_only_what_its_source_cannot_give_again() -> None:
     for live in (False, True):
         with DoubleHosts(RUN, GROUPS, live=live) as hosts:

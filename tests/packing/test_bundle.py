@@ -97,14 +97,14 @@ def test_a_bundle_is_never_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failing", ["manifest.json", "COMPLETE", "shard-00001.safetensors"])
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    real = bundles._write_durably
+    real = bundles.write_durably
 
     def full_disk(file: Path, data: bytes) -> None:
         if file.name == failing:
             raise OSError(28, "No space left on device")
         real(file, data)
 
-    monkeypatch.setattr(bundles, "_write_durably", full_disk)
+    monkeypatch.setattr(bundles, "write_durably", full_disk)
     before = os.listdir(tmp_path)
     with pytest.raises(BundleError, match="b cannot be written: No space left on device"):
         write_bundle(tmp_path / "b", some(), provenance={}, shard_nbytes=1)
@@ -113,8 +113,8 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytes
 
 def test_complete_is_the_last_file_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    real = bundles._write_durably
-    monkeypatch.setattr(bundles, "_write_durably", lambda file, data: (order.append(file.name), real(file, data)))
+    real = bundles.write_durably
+    monkeypatch.setattr(bundles, "write_durably", lambda file, data: (order.append(file.name), real(file, data)))
     write_bundle(tmp_path / "b", some(), provenance={})
     assert order == ["shard-00000.safetensors", "manifest.json", "COMPLETE"]
 

@@ -38,6 +38,7 @@ def test_import_prints_one_object_with_the_counts(tmp_path: Path, capsys: pytest
         "batches": 1,
         "tokens": 2,
         "loss_tokens": 1,
+        "notes": [],
     }
 
 

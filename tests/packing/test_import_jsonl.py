@@ -8,7 +8,7 @@ import pytest
 
 from shmstage.errors import BundleError, TrajectoryError
 from shmstage.packing.bundle import Bundle, read_bundle
-from shmstage.packing.import_jsonl import import_jsonl
+from shmstage.packing.import_bundle import import_bundle
 
 
 def line(**changes: Any) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def line(**changes: Any) -> dict[str, Any]:
 def imported(tmp_path: Path, *lines: dict[str, Any] | str) -> Bundle:
     texts = [given if isinstance(given, str) else json.dumps(given) for given in lines]
     (tmp_path / "in.jsonl").write_text("\n".join(texts))
-    return import_jsonl(tmp_path / "in.jsonl", tmp_path / "out")
+    return import_bundle(tmp_path / "in.jsonl", tmp_path / "out").bundle
 
 
 def test_a_line_becomes_a_trajectory(tmp_path: Path) -> None:
@@ -105,15 +105,15 @@ def test_a_wrong_line_is_named_with_field_want_and_got(tmp_path: Path, wrong: An
 def test_lines_that_are_no_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(json.dumps(line()).encode() + b"\n\xff\xfe\n")
     with pytest.raises(TrajectoryError, match="line 2: not a JSON object"):
-        import_jsonl(tmp_path / "in.jsonl", tmp_path / "out")
+        import_bundle(tmp_path / "in.jsonl", tmp_path / "out")
 
 
 def test_files_without_lines_or_without_permission_to_exist_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(TrajectoryError, match=r"empty\.jsonl holds 0 trajectories"):
-        import_jsonl(tmp_path / "empty.jsonl", tmp_path / "out")
+        import_bundle(tmp_path / "empty.jsonl", tmp_path / "out")
     with pytest.raises(TrajectoryError, match=r"nowhere cannot be read: No such file"):
-        import_jsonl(tmp_path / "nowhere", tmp_path / "out")
+        import_bundle(tmp_path / "nowhere", tmp_path / "out")
 
 
 def test_the_same_id_on_two_lines_is_refused(tmp_path: Path) -> None:

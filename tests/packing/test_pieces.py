@@ -1,4 +1,4 @@
-"""Spans of trajectories in one buffer: what comes out is what went in, and a byte changed on its way is noticed."""
+"""Spans of trajectories on their way: what comes out is what went in, and a byte changed on its way is noticed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from trajectory_making import make_trajectory
 from shmstage import _native
 from shmstage.errors import ProtocolError, TrajectoryError
 from shmstage.packing import pieces as module
-from shmstage.packing.fields import OPTIONAL_FIELDS, WORD_FIELDS
+from shmstage.packing.fields import OPTIONAL_FIELDS, ROUTING, WORD_FIELDS
 from shmstage.packing.held_form import HeldForm
 from shmstage.packing.held_routing import HeldRouting
-from shmstage.packing.pieces import Piece, decode_pieces, encode_pieces, encoded_nbytes, verify_whole
+from shmstage.packing.pieces import Piece, decode_pieces, encode_pieces, hash_of_whole, verify_whole
 from shmstage.packing.trajectory import Trajectory
 
 HEAD, ENTRY = 64, 128
@@ -63,9 +63,7 @@ def test_what_comes_out_is_the_span_that_went_in(data: Any, lengths: list[int], 
         given_.append(trajectory(length, seed + number, held=data.draw(st.booleans()), **changes))
         begin = data.draw(st.integers(0, length))
         spans.append((begin, data.draw(st.integers(begin, length))))
-    buffer = encode_pieces(given_, spans)
-    assert buffer.ctypes.data % 64 == 0 and len(buffer) == encoded_nbytes(given_, spans)
-    out = decode_pieces(buffer)
+    out = decode_pieces(encode_pieces(given_, spans))
     assert len(out) == len(given_)
     for one, (begin, end), piece in zip(given_, spans, out, strict=True):
         assert (piece.begin, piece.end) == (begin, end)
@@ -84,74 +82,88 @@ def test_what_comes_out_is_the_span_that_went_in(data: Any, lengths: list[int], 
         assert verify_whole(piece) == ((begin, end) == (0, one.length))
 
 
-def test_pieces_lie_where_they_came_and_keep_their_buffer() -> None:
-    buffer = encode_pieces([trajectory(40), trajectory(9, held=True)], [(3, 33), (0, 9)])
-    sent = bytearray(buffer)  # as it comes from somewhere, at an address of its own
-    view = np.frombuffer(sent, np.uint8)
-    gone = weakref.ref(view)
-    pieces = decode_pieces(view)
-    base, span = view.ctypes.data, len(view)
-    for piece in pieces:
-        for array in piece._arrays:
-            offset = array.ctypes.data - base
-            assert not array.flags.owndata and 0 <= offset <= offset + array.nbytes <= span
-            assert offset % 64 == 0
-    record = pieces[0].record
-    del view, piece, array
+def test_pieces_lie_where_they_came_and_keep_their_memory() -> None:
+    sent = [bytearray(part) for part in encode_pieces([trajectory(40), trajectory(9, held=True)], [(3, 33), (0, 9)])]
+    parts = [np.frombuffer(part, np.uint8) for part in sent]  # as they come from somewhere, at addresses of their own
+    gone = [weakref.ref(part) for part in parts[1:]]
+    pieces = decode_pieces(parts)
+    assert [array for piece in pieces for array in piece._arrays] == parts[1:]
+    records = [piece.record for piece in pieces]
     pieces.clear()
+    parts.clear()
     gc.collect()
-    assert gone() is not None, "the record reads from memory that nothing keeps"
-    del record
+    assert all(part() is not None for part in gone), "a record reads from memory that nothing keeps"
+    records.clear()
     gc.collect()
-    assert gone() is None
+    assert all(part() is None for part in gone)
+
+
+def test_what_is_sent_is_what_is_held_and_no_copy_of_it() -> None:
+    dense, held = trajectory(40), trajectory(40, held=True)
+    for one, span in ((dense, (3, 33)), (held, (0, 40))):
+        for array, row in zip(encode_pieces([one], [span])[1:], [*WORD_FIELDS, ROUTING], strict=True):
+            whole = getattr(one, row.source)
+            if isinstance(whole, HeldRouting):
+                whole = np.frombuffer(whole.data, np.uint8)
+            assert np.shares_memory(array, whole) and not array.flags.owndata, row.source
 
 
 @pytest.mark.parametrize("held", [False, True])
 def test_any_byte_that_changed_is_noticed_and_names_its_trajectory(held: bool) -> None:
     given_ = [trajectory(9, 1, name="first", held=held), trajectory(5, 2, name="second", held=held)]
-    buffer = encode_pieces(given_, [(2, 7), (0, 5)])
-    blocks = HEAD + 2 * ENTRY
-    second = len(encode_pieces(given_[:1], [(2, 7)])) + ENTRY
-    assert decode_pieces(buffer)[1].trajectory_id == "second"
-    for at in range(len(buffer)):
-        changed = buffer.copy()
-        changed[at] ^= 1 << at % 8
-        with pytest.raises(ProtocolError) as raised:
-            decode_pieces(changed)
-        text = str(raised.value)
-        if at < HEAD:
-            continue
-        number = int(at >= HEAD + ENTRY if at < blocks else at >= second)
-        names = ("first", "second")
-        assert f"piece {number} of 2, trajectory " in text
-        in_name = at - (blocks, second)[number] in range(len(names[number]) + 1) if at >= blocks else False
-        assert in_name or f"trajectory '{names[number]}'" in text, (at, text)
+    parts = encode_pieces(given_, [(2, 7), (0, 5)])
+    names_at, names = HEAD + 2 * ENTRY, ("first", "second")
+    assert decode_pieces(parts)[1].trajectory_id == "second"
+    first_arrays = len(parts) // 2
+    for which, part in enumerate(parts):
+        for at in range(len(part)):
+            changed = part.copy()
+            changed[at] ^= 1 << at % 8
+            with pytest.raises(ProtocolError) as raised:
+                decode_pieces([*parts[:which], changed, *parts[which + 1 :]])
+            if which == 0 and (at < HEAD or at >= names_at):
+                continue  # of the head, or of a name itself
+            number = int(which > first_arrays if which else at >= HEAD + ENTRY)
+            assert f"piece {number} of 2, trajectory '{names[number]}'" in str(raised.value), (which, at)
 
 
 def test_any_length_that_came_short_or_long_is_noticed() -> None:
-    buffer = encode_pieces([trajectory(9, held=True)], [(2, 7)])
-    for nbytes in range(len(buffer)):
-        with pytest.raises(ProtocolError):
-            decode_pieces(buffer[:nbytes])
-    with pytest.raises(ProtocolError, match=f"1 pieces in {len(buffer)} bytes were sent, {len(buffer) + 1} bytes came"):
-        decode_pieces(np.concatenate([buffer, np.zeros(1, np.uint8)]))
-    with pytest.raises(ProtocolError, match="begin with 64 bytes; got 0"):
-        decode_pieces(b"")
-    for wrong in (buffer.view(np.int8), buffer.reshape(-1, 8), buffer[::2]):
-        with pytest.raises(ProtocolError, match="pieces come as uint8"):
+    parts = encode_pieces([trajectory(9, held=True), trajectory(7, 1)], [(2, 7), (0, 7)])
+    nbytes = sum(map(len, parts))
+    for which, part in enumerate(parts):
+        for changed in [*(part[:size] for size in range(len(part))), np.append(part, np.zeros(1, np.uint8))]:
+            with pytest.raises(ProtocolError):
+                decode_pieces([*parts[:which], changed, *parts[which + 1 :]])
+    with pytest.raises(ProtocolError, match=f"2 pieces in {nbytes} bytes were sent, {nbytes - 1} bytes came"):
+        decode_pieces([*parts[:-1], parts[-1][1:]])
+    # the same bytes in all, cut at other places
+    joined = [*parts[:1], np.concatenate(parts[1:3]), *parts[3:]]
+    moved = [*parts[:1], parts[1][:-1], np.append(parts[1][-1:], parts[2]), *parts[3:]]
+    empty = [*parts, np.zeros(0, np.uint8)]
+    for wrong, text in ((joined, "bytes were sent"), (moved, "bytes were sent"), (empty, "1 arrays too many")):
+        with pytest.raises(ProtocolError, match=text):
             decode_pieces(wrong)
+    with pytest.raises(ProtocolError, match="begin with a head"):
+        decode_pieces([])
+    with pytest.raises(ProtocolError, match="begin with 64 bytes; got 0"):
+        decode_pieces([np.zeros(0, np.uint8)])
+    for number in (0, len(parts) - 1):
+        part = np.repeat(parts[number], 8)
+        for odd in (part.view(np.int8), part.reshape(-1, 8), part[::2]):
+            with pytest.raises(ProtocolError, match="pieces come as uint8"):
+                decode_pieces([*parts[:number], odd, *parts[number + 1 :]])
 
 
-def forged(buffer: Any, **changes: int) -> Any:
+def forged(parts: list[Any], **changes: int) -> list[Any]:
     """One piece with an entry of other numbers, and hashes that are right for them."""
-    out = buffer.copy()
-    entry = module._Entry(*module._ENTRY.unpack(out[HEAD + 16 : HEAD + ENTRY].tobytes()))._replace(**changes)
+    head = parts[0].copy()
+    entry = module._Entry(*module._ENTRY.unpack(head[HEAD + 16 : HEAD + ENTRY].tobytes()))._replace(**changes)
     packed = module._ENTRY.pack(*entry)
-    out[HEAD + 16 : HEAD + ENTRY] = np.frombuffer(packed, np.uint8)
-    end = min(entry.places(HEAD + ENTRY, len("t"))[1], len(out))
-    block = out[HEAD + ENTRY : end].tobytes()
-    out[HEAD : HEAD + 16] = np.frombuffer(xxhash.xxh3_128_digest(packed + block), np.uint8)
-    return out
+    told = xxhash.xxh3_128(packed + b"t\0")
+    for array in parts[1:]:
+        told.update(array.data)
+    head[HEAD : HEAD + ENTRY] = np.frombuffer(told.digest() + packed, np.uint8)
+    return [head, *parts[1:]]
 
 
 @pytest.mark.parametrize(
@@ -182,22 +194,24 @@ def forged(buffer: Any, **changes: int) -> Any:
     ],
 )
 def test_an_entry_that_lies_is_refused_whatever_its_numbers(changes: dict[str, int]) -> None:
-    buffer = encode_pieces([trajectory(100, held=True, optional=OPTIONAL_FIELDS - {"returns"})], [(24, 90)])
-    assert len(decode_pieces(forged(buffer))) == 1
-    with pytest.raises(ProtocolError, match="piece 0 of 1, trajectory 't'|1 pieces of"):
-        decode_pieces(forged(buffer, **changes))
+    parts = encode_pieces([trajectory(100, held=True, optional=OPTIONAL_FIELDS - {"returns"})], [(24, 90)])
+    assert len(decode_pieces(forged(parts))) == 1
+    with pytest.raises(ProtocolError, match="piece 0 of 1, trajectory 't'"):
+        decode_pieces(forged(parts, **changes))
 
 
 def test_a_head_that_lies_is_refused() -> None:
-    buffer = encode_pieces([trajectory(3)], [(0, 3)])
+    parts = encode_pieces([trajectory(3)], [(0, 3)])
+    nbytes = sum(map(len, parts))
 
     def head(*fields: Any) -> Any:
         packed = module._HEADER.pack(*fields)
-        return np.concatenate([np.frombuffer(packed + xxhash.xxh3_64_digest(packed), np.uint8), buffer[HEAD:]])
+        made = np.frombuffer(packed + xxhash.xxh3_64_digest(packed), np.uint8)
+        return [np.concatenate([made, parts[0][HEAD:]]), *parts[1:]]
 
-    good = (b"shmPIECE", 1, ENTRY, 1, len(buffer))
+    good = (b"shmPIECE", 2, ENTRY, 1, nbytes)
     assert len(decode_pieces(head(*good))) == 1
-    for place, value in [(0, b"shmPIECF"), (1, 2), (2, 64), (3, 0), (3, 2), (3, (1 << 64) - 1), (4, len(buffer) - 1)]:
+    for place, value in [(0, b"shmPIECF"), (1, 1), (2, 64), (3, 0), (3, 2), (3, (1 << 64) - 1), (4, nbytes - 1)]:
         with pytest.raises(ProtocolError):
             decode_pieces(head(*(value if n == place else field for n, field in enumerate(good))))
 
@@ -228,16 +242,23 @@ def test_held_routing_travels_in_whole_groups_and_no_more() -> None:
         assert len(piece._arrays[-1]) == groups * each
 
 
-def test_every_byte_of_a_buffer_is_the_same_each_time() -> None:
-    """No byte of it comes from memory that was used before."""
-    given_, spans = [trajectory(9), trajectory(5, 1, held=True)], [(1, 8), (0, 5)]
-    dirt = [np.full(len(encode_pieces(given_, spans)) + 64, 0xA5, np.uint8) for _ in range(4)]
-    del dirt
-    assert encode_pieces(given_, spans).tobytes() == encode_pieces(given_, spans).tobytes()
-    assert len(decode_pieces(encode_pieces([], []))) == 0
+@pytest.mark.parametrize("held", [False, True])
+def test_a_hash_made_ahead_is_that_of_the_whole_and_of_no_part(held: bool) -> None:
+    given_ = [trajectory(9, 1, held=held), trajectory(5, 2, name="second", held=held)]
+    hashes = [hash_of_whole(one) for one in given_]
+    for spans in ([(0, 9), (0, 5)], [(0, 9), (1, 5)], [(0, 8), (0, 5)], [(0, 0), (5, 5)]):
+        sent, plain = encode_pieces(given_, spans, hashes), encode_pieces(given_, spans)
+        assert [part.tobytes() for part in sent] == [part.tobytes() for part in plain]
+    with pytest.raises(ProtocolError, match="piece 1 of 2, trajectory 'second'"):  # it is taken, not made again
+        decode_pieces(encode_pieces(given_, [(0, 9), (0, 5)], [hashes[0], hashes[0]]))
+
+
+def test_no_pieces_are_a_head_alone() -> None:
+    parts = encode_pieces([], [])
+    assert [len(part) for part in parts] == [HEAD] and decode_pieces(parts) == []
 
 
 def test_shapes_whose_product_is_beyond_64_bits_are_refused_where_they_take_no_room() -> None:
-    buffer = encode_pieces([trajectory(9, held=True)], [(0, 0)])
+    parts = encode_pieces([trajectory(9, held=True)], [(0, 0)])
     with pytest.raises(ProtocolError, match="trajectory 't': size does not fit in 64 bits"):
-        decode_pieces(forged(buffer, layers=1 << 32, top_k=1 << 32))
+        decode_pieces(forged(parts, layers=1 << 32, top_k=1 << 32))

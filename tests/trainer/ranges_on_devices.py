@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from shmstage.errors import LayoutError
 from shmstage.memory.layout import Layout
 from shmstage.packing.fields import microbatch_layout
+from shmstage.trainer.field_placement import FieldPlacement
 from shmstage.trainer.optax_engine import OptaxEngine
 from shmstage.trainer.placement import Placement
 from shmstage.trainer.ranges import ranges_of
@@ -68,7 +69,7 @@ def tiled() -> Any:
     """How the engine cuts routing, by field: with the two axes of tiles, then without."""
     mesh = mesh_of(DEVICES.reshape(4, 2))
     engine = OptaxEngine.__new__(OptaxEngine)
-    engine._mesh, engine._batch_spec, engine._spans_hosts = mesh, SPEC, False
+    engine._mesh, engine._placement, engine._spans_hosts = mesh, FieldPlacement(mesh, SPEC), False
     tiles = {
         "routed_experts_packed": ("uint8", (4, 2, 4, 3, 2, 5)),
         "routed_experts_validity": ("uint8", (4, 2, 4, 3)),

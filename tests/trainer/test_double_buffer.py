@@ -70,7 +70,7 @@ def test_holding_on_to_every_batch_ends_at_a_deadline_with_the_remedy() -> None:
     source = Published(3)
     with DoubleBuffer(source, timeout_s=0.02) as batches:
         kept = [next(batches), next(batches)]
-        with pytest.raises(WaitTimeoutError, match="drop references to their arrays or raise device_buffers"):
+        with pytest.raises(WaitTimeoutError, match="drop references to their arrays or raise device_buffer_size"):
             next(batches)
         assert len(kept) == 2
         kept.clear()
