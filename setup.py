@@ -1,8 +1,8 @@
 """Builds ``shmstage._native`` from ``native/``. Everything else is declared in ``pyproject.toml``.
 
-``SHMSTAGE_SANITIZE=address|thread|undefined`` builds the sanitized variant. That one, and what ``pip install --editable``
-builds, fails on a compiler's warning and keeps its debug information. What goes into a wheel does neither: a compiler newer
-than a release would refuse it, and most of the wheel would be debug information.
+``SHMSTAGE_SANITIZE=address|thread|undefined`` builds the sanitized variant. That one, and what ``pip install
+--editable`` builds, fails on a compiler's warning and has debug information. What goes into a wheel does neither: a
+compiler newer than a release would refuse it, and most of the wheel, and of its build, would be debug information.
 """
 
 import os
@@ -29,7 +29,7 @@ class BuildNative(build_ext):
             if self.inplace or self.editable_mode or os.environ.get("SHMSTAGE_SANITIZE"):
                 extension.extra_compile_args.append("-Werror")
             else:
-                extension.extra_link_args.append("-Wl,--strip-debug")
+                extension.extra_compile_args.append("-g0")
         super().build_extensions()
 
 

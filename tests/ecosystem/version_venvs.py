@@ -17,7 +17,7 @@ import distributions
 import interpreters
 
 ROOT = distributions.ROOT
-EXTRAS = ("train", "metrics", "parquet")
+EXTRAS = ("train", "metrics")
 TESTS = ("pytest", "pytest-timeout", "hypothesis")
 REMEDY = "python tests/ecosystem/version_venvs.py"
 
@@ -63,9 +63,10 @@ def make(version: str, base: Path) -> None:
             return
         (venv / ".installed").unlink(missing_ok=True)
         subprocess.run([base, "-m", "venv", venv], check=True)
-        pip = [python_of(version), "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--upgrade"]
-        subprocess.run([*pip, "pip"], check=True)
-        subprocess.run([*pip, *requirements()], check=True)
+        pip = [python_of(version), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        install = [*pip, "install", "--no-compile", "--upgrade"]  # a few of all the modules will ever be imported
+        subprocess.run([*install, "pip"], check=True)
+        subprocess.run([*install, *requirements()], check=True)
         (venv / ".installed").write_text(wanted_stamp())
 
 
