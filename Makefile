@@ -15,9 +15,11 @@ run: venv
 example: venv
 	$(BIN)/python examples/grpo_arithmetic/train.py
 
-# the documentation, in site/; a broken link or a page that nothing leads to makes it fail
+# the documentation, in build/site: a broken link or a page that nothing leads to makes it fail, and so does any block of code
+# in it that does not do what it says
 docs: venv
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest -n 0 tests/test_docs.py tests/ecosystem/test_docs_blocks.py tests/ecosystem/test_docs_site.py
 
 venv: $(STAMP)
 
@@ -60,7 +62,7 @@ host-tools:
 	command -v ip >/dev/null && command -v tc >/dev/null
 
 lint: venv
-	$(BIN)/ruff check shmstage tests bench examples native setup.py
+	$(BIN)/ruff check shmstage tests bench examples docs native setup.py
 	$(BIN)/mypy
 
 # deliberate faults in a copy of the sources; every one must be noticed by the tests it names
@@ -88,4 +90,4 @@ bench-packages: venv
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 
 clean:
-	rm -rf $(VENV) .venv-* build dist site *.egg-info shmstage/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) .venv-* build dist *.egg-info shmstage/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
