@@ -198,7 +198,7 @@ def test_installed_away_from_the_tree_it_trains_and_its_tests_pass(
     for command in distributions.project()["tool"]["cibuildwheel"]["test-command"]:
         installed.run(*shlex.split(command))
     summary = json.loads(installed.run("shmstage", "run", "--steps", "2", "--out", "out", "--json"))
-    assert summary["ok"]
+    assert summary["steps"] == 2 and summary["trajectories"]["trained"] > 0
     installed.run("shmstage", "report", "out")
     if version != distributions.OWN:
         for mark, tests in (("not slow", QUICK_TESTS), ("slow", SLOW_TESTS)):
