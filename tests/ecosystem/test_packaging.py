@@ -158,7 +158,11 @@ class Installed:
         self.python = self.environment / "bin" / "python"
         pip = [str(base), "-m", "pip", "--quiet", "--python", str(self.python)]
         self._run([*pip, "install", "--no-deps", "--ignore-installed", "--no-index", str(wheel)])
-        self.check = [*pip, "check"]
+        self._check = [*pip, "check"]
+
+    def check(self) -> None:
+        """Fails unless all that the wheel says it needs is there, in a version it takes."""
+        self._run(self._check)
 
     def run(self, *command: str, timeout_s: float = 600.0) -> str:
         """As somebody would who has activated the environment, in a folder that has nothing of ours."""
@@ -167,7 +171,7 @@ class Installed:
 
     def _run(self, command: list[str], timeout_s: float = 600.0) -> str:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
-        environment |= {"JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment |= {"JAX_PLATFORMS": "cpu"}
         # most of the time would go into compiling the same
         environment |= {"JAX_COMPILATION_CACHE_DIR": str(self.directory / "compiled")}
         environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -193,7 +197,7 @@ def test_installed_away_from_the_tree_it_trains_and_its_tests_pass(
     assert Path(where).is_relative_to(installed.environment)
     assert found == f"{version} {shmstage.__version__}"
     if version != distributions.OWN:  # the environment that runs this is for more than the package
-        installed._run(installed.check)
+        installed.check()
     # what cibuildwheel would run in its containers
     for command in distributions.project()["tool"]["cibuildwheel"]["test-command"]:
         installed.run(*shlex.split(command))
