@@ -5,21 +5,43 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: run venv test test-fast browser host-tools lint mutants native-sanitize soak bench bench-full bench-packages clean
+.PHONY: run example docs venv adapters versions test test-fast dist browser host-tools lint mutants native-sanitize soak bench bench-full bench-packages clean
 
 # `make` alone does the main job: train the demo with staging on.
 run: venv
 	$(BIN)/shmstage run --pipeline-step-boundary --stage-next-microbatch
+
+# a whole loop of reinforcement learning: rollout workers, verifier, training, from a mean reward under 0.3 to 0.9
+example: venv
+	$(BIN)/python examples/grpo_arithmetic/train.py
+
+# the documentation, in build/site: a broken link or a page that nothing leads to makes it fail, and so does any block of code
+# in it that does not do what it says
+docs: venv
+	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest -n 0 tests/test_docs.py tests/ecosystem/test_docs_blocks.py tests/ecosystem/test_docs_site.py
 
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py $(wildcard native/*.cpp native/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[train,dev,docs]'
 	touch $@
 
-test: venv
+# environments for tests/ecosystem, made once: the packages that the adapters are for, and the other Pythons that the package
+# is for with the newest JAX; where those Pythons are not on this machine their tests are skipped
+adapters: venv
+	$(BIN)/python tests/ecosystem/adapters_venv.py
+
+versions: venv
+	$(BIN)/python tests/ecosystem/version_venvs.py
+
+# sdist, and wheels for the Pythons of this machine, in dist/; cibuildwheel makes those that may be published
+dist: venv
+	$(BIN)/python tests/ecosystem/distributions.py
+
+test: venv adapters versions
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 test-fast: venv
@@ -40,7 +62,7 @@ host-tools:
 	command -v ip >/dev/null && command -v tc >/dev/null
 
 lint: venv
-	$(BIN)/ruff check shmstage tests bench examples native setup.py
+	$(BIN)/ruff check shmstage tests bench examples docs native setup.py
 	$(BIN)/mypy
 
 # deliberate faults in a copy of the sources; every one must be noticed by the tests it names
@@ -68,4 +90,4 @@ bench-packages: venv
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 
 clean:
-	rm -rf $(VENV) build *.egg-info shmstage/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) .venv-* build dist *.egg-info shmstage/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

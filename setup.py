@@ -1,6 +1,8 @@
 """Builds ``shmstage._native`` from ``native/``. Everything else is declared in ``pyproject.toml``.
 
-``SHMSTAGE_SANITIZE=address|thread|undefined`` builds the sanitized variant.
+``SHMSTAGE_SANITIZE=address|thread|undefined`` builds the sanitized variant. That one, and what ``pip install
+--editable`` builds, fails on a compiler's warning and has debug information. What goes into a wheel does neither: a
+compiler newer than a release would refuse it, and most of the wheel, and of its build, would be debug information.
 """
 
 import os
@@ -23,11 +25,16 @@ class BuildNative(build_ext):
                 f"shmstage needs a C++17 compiler and found no {' or '.join(names)} on PATH; "
                 "install one (Debian, Ubuntu: apt-get install g++) or point CXX at it"
             )
+        for extension in self.extensions:
+            if self.inplace or self.editable_mode or os.environ.get("SHMSTAGE_SANITIZE"):
+                extension.extra_compile_args.append("-Werror")
+            else:
+                extension.extra_compile_args.append("-g0")
         super().build_extensions()
 
 
 def flags() -> tuple[list[str], list[str]]:
-    compile_flags = ["-Wall", "-Wextra", "-Wconversion", "-Werror", "-O3", "-g", "-fvisibility=hidden", "-pthread"]
+    compile_flags = ["-Wall", "-Wextra", "-Wconversion", "-O3", "-g", "-fvisibility=hidden", "-pthread"]
     link_flags = ["-pthread"]
     sanitize = os.environ.get("SHMSTAGE_SANITIZE")
     if sanitize:

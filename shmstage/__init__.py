@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from shmstage.transport.producer import Producer
     from shmstage.transport.weights_reader import WeightsReader
 
+#: the one place it is written; a literal, so that a build reads it without importing anything
+__version__ = "0.1.0.dev0"
+
 _PUBLIC = {
     "Consumer": "shmstage.transport.consumer",
     "DoubleBuffer": "shmstage.trainer.double_buffer",

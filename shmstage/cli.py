@@ -78,9 +78,9 @@ def _main(argv: Sequence[str] | None) -> int:
         print(HELP.format(commands="\n".join(f"  {n:<{width}}  {text}" for n, (_, text) in COMMANDS.items())))
         return 0
     if arguments[0] == "--version":
-        from importlib.metadata import version
+        from shmstage import __version__
 
-        print(f"shmstage {version('shmstage')}")
+        print(f"shmstage {__version__}")
         return 0
     name = arguments[0]
     if name not in COMMANDS:

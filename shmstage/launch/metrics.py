@@ -12,7 +12,6 @@ import platform
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, final
@@ -26,6 +25,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from shmstage import __version__
 from shmstage.errors import SettingsError
 from shmstage.launch.run_directory import ROLES, newest_checkpoint
 from shmstage.memory.inspect import PoolSnapshot
@@ -128,7 +128,7 @@ class RunCollector(Collector):
     ) -> None:
         """``pools`` looks at the run's pools. ``failed`` hears once of every part that cannot be shown."""
         self._run = {"run": run, "boundary": boundary}
-        self._build = {"version": _own_version(), "python": platform.python_version()}
+        self._build = {"version": __version__, "python": platform.python_version()}
         self._out = out
         self._pools = pools
         self._failed = failed
@@ -217,13 +217,6 @@ class RunCollector(Collector):
                 return
             self._said.add(part)
         self._failed(text)
-
-
-def _own_version() -> str:
-    try:
-        return version("shmstage")
-    except PackageNotFoundError:  # run from a checkout
-        return "unknown"
 
 
 def _counter(name: str, text: str, value: float) -> Metric:

@@ -27,9 +27,9 @@ def test_a_pool_beyond_the_limit_is_refused_before_anything_is_allocated(
     def allocated(*arguments: object) -> None:
         raise AssertionError("allocated")
 
-    for name in ("open", "posix_fallocate", "ftruncate"):
-        monkeypatch.setattr(os, name, allocated)
-    with pytest.raises(BudgetError) as caught:
+    with monkeypatch.context() as patched, pytest.raises(BudgetError) as caught:  # what clears up needs the real ones
+        for name in ("open", "posix_fallocate", "ftruncate"):
+            patched.setattr(os, name, allocated)
         Pool.create(RUN, epoch=1, layouts=[LAYOUT], slots=3, identity=identity, limits=SMALL)
     assert str(caught.value) == (
         "3 slots of 8.19 kB need 32.8 kB; the cgroup /pod/x leaves 20 kB; "
