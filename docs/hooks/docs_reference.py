@@ -37,11 +37,12 @@ def settings() -> str:
     heading_of = {key: heading for heading, key in SECTIONS.items()}
     unknown = set(heading_of) - set(Settings.model_fields)
     if unknown:
-        raise ValueError(f"docs/hooks/reference.py: SECTIONS names {sorted(unknown)}, which are no settings")
+        raise ValueError(f"docs/hooks/docs_reference.py: SECTIONS names {sorted(unknown)}, which are no settings")
     lines: list[str] = []
     for key, field in Settings.model_fields.items():
         if key in heading_of:
-            lines += ["", f"## {heading_of[key]}", "", "| setting | values | default | what it is |", "|---|---|---|---|"]
+            lines += ["", f"## {heading_of[key]}", "", "| setting | values | default | what it is |"]
+            lines += ["|---|---|---|---|"]
         if key.endswith("_settings"):  # a table of the file
             continue
         table = f" Its own settings stand in the table `[{key}]`." if f"{key}_settings" in Settings.model_fields else ""
@@ -193,7 +194,8 @@ def _spelled(action: argparse.Action) -> str:
     shown = action.metavar if isinstance(action.metavar, str) else None
     if shown is None and action.nargs != 0:
         shown = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
-    return ", ".join(f"`{option}{f' {shown}' if shown and action.nargs != 0 else ''}`" for option in action.option_strings)
+    value = f" {shown}" if shown and action.nargs != 0 else ""
+    return ", ".join(f"`{option}{value}`" for option in action.option_strings)
 
 
 def _help(action: argparse.Action, parser: argparse.ArgumentParser) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from html import escape
 from typing import Final, get_args
 
-from boundary_model import Drawing, Span, drawn_run
+from docs_model import MICROBATCH, Drawing, Span, drawn_run
 
 from shmstage.orchestrator.schedule import FORWARD, Command, Kind
 from shmstage.settings import Boundary
 
 STEP: Final = 3  # the boundary that is drawn leads into this step: the run is in its swing by then
+BEFORE: Final = 3.0  # of the window, before L begins; and behind the beginning of F
+AFTER: Final = 11.6
 LABELS, WIDTH, ROW, TOP, BAR = 88, 840, 34, 30, 20
 LANES: Final = {
     "packer": "packer",
@@ -49,7 +51,7 @@ def picture(mode: str) -> str:
 def numbered_in(drawing: Drawing) -> list[Span]:
     """From the call of step k's last micro-batch to step k+1's first forward call and step k's bookkeeping."""
     begin, end = window(drawing)
-    found = [span for span in in_order(drawing) if begin <= span.begin < end]
+    found = [span for span in in_order(drawing) if begin < span.end and span.begin < end]
     ends = [n for n, span in enumerate(found) if span.command and _ends_the_boundary(span.command)]
     return found[: max(ends) + 1]
 
@@ -64,11 +66,11 @@ def in_order(drawing: Drawing) -> list[Span]:
 
 
 def window(drawing: Drawing) -> tuple[float, float]:
-    """From the call of step k's last micro-batch to the end of step k+1's first on the device."""
+    """From the call of step k's last micro-batch, L, to where step k+1's first, F, runs on the device."""
     last = next(s for s in drawing.calls() if s.command and s.command.kind in FORWARD and _is_last(s.command))
     on_device = next(s for s in drawing.spans if s.lane == "device" and s.label == f"{STEP - 1}.{last.command.index}")
     first = next(s for s in drawing.spans if s.lane == "device" and s.label == f"{STEP}.0")
-    return min(last.begin, on_device.begin) - 0.5, first.begin + 5.0
+    return max(last.begin - 0.5, on_device.begin - BEFORE), first.begin + AFTER
 
 
 def _is_last(command: Command) -> bool:
@@ -133,7 +135,10 @@ def _svg(drawing: Drawing, numbered: list[Span], begin: float, end: float, text:
 
 
 def _colour(span: Span) -> str:
-    return {"before": "one", "after": "two"}.get(span.kind, span.kind)
+    if span.kind != MICROBATCH:
+        return span.kind
+    step = int(span.label.partition(".")[0])
+    return "one" if step < STEP else "two" if step == STEP else "three"
 
 
 def _said(span: Span) -> str:

@@ -17,9 +17,9 @@ for place in (ROOT, HERE):
     if str(place) not in sys.path:
         sys.path.insert(0, str(place))
 
-import boundary  # noqa: E402
-import charts  # noqa: E402
-import reference  # noqa: E402
+import docs_boundary  # noqa: E402
+import docs_charts  # noqa: E402
+import docs_reference  # noqa: E402
 from mkdocs.exceptions import PluginError  # noqa: E402
 
 _MADE: Final = re.compile(r"^<!-- made: (\S+) ?(.*?) -->$", re.MULTILINE)
@@ -41,19 +41,20 @@ def file_part(path: str) -> str:
 def only_section(arguments: str) -> str:
     """`FILE HEADING`: one section of a Markdown file, without its heading."""
     path, _, heading = arguments.partition(" ")
-    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", (ROOT / path).read_text(), re.DOTALL | re.MULTILINE)
+    text = (ROOT / path).read_text()
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
     if found is None:
         raise ValueError(f"{path} has no section {heading!r}")
     return found[1].strip()
 
 
 MADE: Final = {
-    "settings": lambda _: reference.settings(),
-    "commands": lambda _: reference.commands(),
-    "exit-codes": lambda _: reference.exit_codes(),
-    "errors": lambda _: reference.error_classes(),
-    "boundary": boundary.picture,
-    "chart": charts.chart,
+    "settings": lambda _: docs_reference.settings(),
+    "commands": lambda _: docs_reference.commands(),
+    "exit-codes": lambda _: docs_reference.exit_codes(),
+    "errors": lambda _: docs_reference.error_classes(),
+    "boundary": docs_boundary.picture,
+    "chart": docs_charts.chart,
     "example": example,
     "file": file_part,
     "section": only_section,

@@ -1,8 +1,9 @@
 """The boundary as it is drawn: the real schedule, run against a trainer and a device that only count time.
 
-What is decided, and in which order, is `shmstage.orchestrator.schedule` itself; only the durations are made up (`Took`).
-The engine is of the kind that reads a flag on the host before it dispatches its update, since that is where the four
-orders differ most: with an engine that never blocks the last three have no idle at all.
+What is decided, and in which order, is `shmstage.orchestrator.schedule` itself; only the durations are made up.
+The engine is of the kind that reads flags on the host: of micro-batch i-1 at the end of forward call i, and of the
+last one before the update is dispatched. That is where the four orders differ most: with an engine that never blocks
+the last three have no idle at all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from shmstage.orchestrator.schedule import FORWARD, BoundarySchedule, Command, C
 from shmstage.settings import Boundary
 
 DEVICE_BUFFERS = 2
+MICROBATCH = "micro-batch"  # a span of this kind is labelled STEP.INDEX
 SLOTS = 3
 
 
@@ -21,13 +23,13 @@ class Took:
     """Durations, in units of the drawing."""
 
     pack: float = 3.0
-    upload: float = 4.0
-    compute: float = 9.0
+    upload: float = 3.6
+    compute: float = 7.0
     update: float = 4.0
-    bookkeeping: float = 4.0
+    bookkeeping: float = 2.4
     call: float = 0.8
     wake_up: float = 0.3
-    write: float = 3.0
+    write: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Model:
         self.config, self.took = config, took
         self.drawing = Drawing()
         self.now = 0.0  # of the one thread that calls the trainer and does the bookkeeping
-        self.packer_free = self.upload_free = self.device_free = 0.0
+        self.packer_free = self.upload_free = self.device_free = self.snapshots_free = 0.0
         self.next_packed = 0
         self.packed_at: dict[Key, float] = {}
         self.uploaded_at: dict[Key, float] = {}
@@ -114,7 +116,7 @@ class Model:
             end = begin + self.took.pack
             self.packer_free = self.packed_at[key] = end
             self.slot_free_at[place] = float("inf")  # until it is uploaded
-            self._add("packer", begin, end, _kind(key), f"{key[0]}.{key[1]}")
+            self._add("packer", begin, end, MICROBATCH, f"{key[0]}.{key[1]}")
             self._later(end, self.schedule.packed, key[0], key[1], index == per_step - 1)
 
     # --- the trainer --------------------------------------------------------------------------------------------
@@ -141,7 +143,8 @@ class Model:
         elif kind is Kind.GET_METRICS:
             self._later(self.device_free, self.schedule.metrics_ready, command.step)
         elif kind in (Kind.SAVE_CHECKPOINT, Kind.SYNC_WEIGHTS):
-            at = max(self.now, self.device_free)
+            at = max(self.now, self.device_free, self.snapshots_free)
+            self.snapshots_free = at + self.took.write
             word = "checkpoint" if kind is Kind.SAVE_CHECKPOINT else "weights"
             self._add("snapshots", at, at + self.took.write, "snapshot", f"{word} {command.step}")
             if kind is Kind.SYNC_WEIGHTS:
@@ -157,15 +160,17 @@ class Model:
         end = begin + self.took.upload
         self.upload_free = self.uploaded_at[key] = end
         self.slot_free_at[number % SLOTS] = end
-        self._add("uploads", begin, end, _kind(key), f"{key[0]}.{key[1]}")
+        self._add("uploads", begin, end, MICROBATCH, f"{key[0]}.{key[1]}")
 
     def _forward(self, key: Key) -> None:
         begin = max(self.now, self.device_free, self.uploaded_at[key])
         end = begin + self.took.compute
         self.device_free = self.ready_at[key] = end
         self.device_work.append((begin, end, key[0]))
-        self._add("device", begin, end, _kind(key), f"{key[0]}.{key[1]}")
+        self._add("device", begin, end, MICROBATCH, f"{key[0]}.{key[1]}")
         self._later(end, self.schedule.finished, *key)
+        if key[1] > 0:  # it reads the flags of the micro-batch before, which must be over for that
+            self.now = max(self.now, self.ready_at[key[0], key[1] - 1])
 
     def _update(self, step: int) -> None:
         self.now = max(self.now, self.device_free) + self.took.wake_up  # it reads a flag of the last micro-batch first
@@ -187,10 +192,6 @@ class Model:
             if begin > end and (is_update or next_step != step):
                 leads_into = step + 1
                 self.drawing.idle.setdefault(leads_into, []).append((end, begin))
-
-
-def _kind(key: Key) -> str:
-    return "before" if key[0] % 2 else "after"
 
 
 def drawn_run(mode: Boundary, *, steps: int = 4, microbatches_per_step: int = 3, took: Took | None = None) -> Drawing:

@@ -1,4 +1,4 @@
-"""Bar charts from kept results of `bench/`: nothing is drawn that is not in the file, and the caption says what made it."""
+"""Bar charts from kept results of `bench/`: nothing is drawn that is not in the file; the caption says what made it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,20 @@ def chart(name: str) -> str:
     if name not in CHARTS:
         raise ValueError(f"chart {name!r}: there are {', '.join(CHARTS)}")
     file, title, bars, logarithmic = CHARTS[name]
-    result = json.loads((KEPT / f"{file}.json").read_text())
+    result = kept(file)
     machine = result["machine"]
     caption = (
         f"{title} <code>{escape(result['command'])}</code>, {result['at'][:10]}, revision {result['revision']}; "
         f"{escape(machine['cpu'])}, {machine['cpus']} cores, load {machine['load']:g}."
     )
-    return f'<figure class="drawing">{_svg(title, list(bars(result)), logarithmic)}<figcaption>{caption}</figcaption></figure>'
+    drawing = _svg(title, list(bars(result)), logarithmic)
+    return f'<figure class="drawing">{drawing}<figcaption>{caption}</figcaption></figure>'
+
+
+def kept(file: str) -> dict[str, Any]:
+    """What a script of bench/ wrote, as it was kept."""
+    result: dict[str, Any] = json.loads((KEPT / f"{file}.json").read_text())
+    return result
 
 
 def _svg(title: str, bars: list[Bar], logarithmic: bool) -> str:
@@ -47,10 +54,10 @@ def _svg(title: str, bars: list[Bar], logarithmic: bool) -> str:
     scale = "logarithmic scale" if logarithmic else "linear scale, from 0"
     parts.append(f'<text class="d-small" x="{LABELS}" y="14">{scale}</text>')
     for number, (label, value, said, colour) in enumerate(bars):
-        y = TOP + number * (BAR + GAP)
+        y, long = TOP + number * (BAR + GAP), max(length(value), 1)
         parts.append(f'<text class="d-label" x="{LABELS - 8}" y="{y + 13}" text-anchor="end">{escape(label)}</text>')
-        parts.append(f'<rect class="d-{colour}" x="{LABELS}" y="{y}" width="{max(length(value), 1):.1f}" height="{BAR}" rx="2"/>')
-        parts.append(f'<text class="d-value" x="{LABELS + max(length(value), 1) + 6:.1f}" y="{y + 13}">{escape(said)}</text>')
+        parts.append(f'<rect class="d-{colour}" x="{LABELS}" y="{y}" width="{long:.1f}" height="{BAR}" rx="2"/>')
+        parts.append(f'<text class="d-value" x="{LABELS + long + 6:.1f}" y="{y + 13}">{escape(said)}</text>')
     return "".join(parts) + "</svg>"
 
 
@@ -129,5 +136,7 @@ CHARTS: Final[dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[Bar]
     "memory": ("memory", "Peak of both processes over the baseline, in payloads of 256 MB.", _memory, False),
     "multihost": ("multihost", "Trajectories landed per second and host, median.", _multihost, False),
     "routing": ("pack", "Bytes of a micro-batch of 64 × 65,536 tokens by routing encoding.", _routing, False),
-    "overhead": ("overhead", "Wall time of control and Python per micro-batch, the engine's own not taken off.", _overhead, False),
+    "overhead": (
+        "overhead", "Wall time of control and Python per micro-batch, the engine's own not taken off.", _overhead, False
+    ),
 }
