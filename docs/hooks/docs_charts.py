@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 KEPT: Final = Path(__file__).parent.parent / "performance"
-WIDTH, LABELS, BAR, GAP, TOP, VALUES = 760, 230, 18, 8, 30, 96
+WIDTH, LABELS, BAR, GAP, TOP, VALUES = 760, 230, 18, 8, 30, 120
 
 Bar = tuple[str, float, str, str]
 """Label, value, value in words, colour class."""
