@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -240,9 +241,19 @@ def test_a_plot_draws_what_its_file_says_and_says_what_made_it(name: str) -> Non
     result = docs_charts.kept(file)
     assert result["command"].split()[1] in drawn and result["revision"] in drawn
     assert drawn.count("<rect") == len(list(bars(result))) > 1
+    kept = set(numbers_in(result["figures"]))
+    assert {bar[1] for bar in bars(result)} <= kept, "a bar that no figure of the file gives"
     longest = max(bars(result), key=lambda bar: bar[1])
     widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', drawn)]
     assert widths.index(max(widths)) == [bar[0] for bar in bars(result)].index(longest[0])
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from numbers_in(each)
+    elif isinstance(value, int | float):
+        yield value
 
 
 def test_every_kept_result_is_drawn() -> None:
