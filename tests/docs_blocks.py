@@ -69,7 +69,7 @@ def blocks_in(text: str, page: Path) -> Iterator[Block]:
             reason[1] if reason else "",
         )
     rest = _FENCE.sub("", text)
-    for found in re.finditer(r"(?:\A|\n\n)((?: {4}[^ \n*-][^\n]*\n)+)", rest):
+    for found in re.finditer(r"(?:\A|\n\n)((?: {4}[^ \n*<-][^\n]*\n)+)", rest):
         yield Block(page, 0, "indented", re.sub("^ {4}", "", found[1], flags=re.MULTILINE), "", "")
 
 

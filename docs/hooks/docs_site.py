@@ -22,6 +22,9 @@ import docs_charts  # noqa: E402
 import docs_reference  # noqa: E402
 from mkdocs.exceptions import PluginError  # noqa: E402
 
+INDEX: Final = "decisions/index.md"
+DECISIONS: Final = sorted((HERE.parent / "decisions").glob("0*.md"))
+
 _MADE: Final = re.compile(r"^<!-- made: (\S+) ?(.*?) -->$", re.MULTILINE)
 _DRAWING: Final = re.compile(r"^!\[([^\]]+)\]\(((?:\.\./)*drawings/[\w-]+\.svg)\)$", re.MULTILINE)
 _STYLE: Final = re.compile(r"<style>.*?</style>\s*", re.DOTALL)
@@ -48,7 +51,13 @@ def only_section(arguments: str) -> str:
     return found[1].strip()
 
 
+def decisions(_: str) -> str:
+    """A list of all pages of decisions, by their titles."""
+    return "\n".join(f"* [{path.read_text().splitlines()[0].removeprefix('# ')}]({path.name})" for path in DECISIONS)
+
+
 MADE: Final = {
+    "decisions": decisions,
     "settings": lambda _: docs_reference.settings(),
     "commands": lambda _: docs_reference.commands(),
     "exit-codes": lambda _: docs_reference.exit_codes(),
@@ -59,6 +68,21 @@ MADE: Final = {
     "file": file_part,
     "section": only_section,
 }
+
+
+def on_config(config: Any) -> Any:
+    """Called by mkdocs: a new decision needs no line in `mkdocs.yml`."""
+    _put_decisions(config["nav"])
+    return config
+
+
+def _put_decisions(nav: list[Any]) -> None:
+    for entry in nav:
+        for inner in entry.values() if isinstance(entry, dict) else ():
+            if isinstance(inner, list):
+                _put_decisions(inner)
+    if INDEX in nav:
+        nav += [f"decisions/{path.name}" for path in DECISIONS]
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
