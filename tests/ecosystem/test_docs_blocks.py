@@ -43,6 +43,7 @@ def test_every_page_with_something_to_run_is_run_here() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, compiled: Path) -> None:
     problems = run_page(blocks_of(DOCS / page), tmp_path, compiled)
@@ -61,6 +62,7 @@ def test_a_page_with_a_wrong_block_fails(tmp_path: Path, compiled: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_loss_the_source_and_the_hooks_of_the_readme_train(tmp_path: Path, compiled: Path) -> None:
     files = {block.title: block for block in blocks_of(README) if block.title}
     assert set(files) == {"my_hooks.py", "my_loss.py", "run.toml", "my_source.py", "routed.toml"}
