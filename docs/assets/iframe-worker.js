@@ -16,9 +16,12 @@ if (location.protocol === "file:") {
     begin(frame, url) {
       const inside = frame.contentWindow;
       inside.postMessage = (data) => {
-        const event = new MessageEvent("message", { data });
-        this.dispatchEvent(event);
-        if (this.onmessage) this.onmessage(event);
+        // later, as from another thread: whoever asked may not listen yet
+        setTimeout(() => {
+          const event = new MessageEvent("message", { data });
+          this.dispatchEvent(event);
+          if (this.onmessage) this.onmessage(event);
+        });
       };
       inside.importScripts = (...urls) => urls.reduce((before, each) => before.then(() => this.load(inside, each)), Promise.resolve());
       this.load(inside, url).then(() => {
@@ -39,7 +42,7 @@ if (location.protocol === "file:") {
 
     postMessage(data) {
       if (!this.inside) this.waiting.push(data);
-      else this.inside.dispatchEvent(new this.inside.MessageEvent("message", { data }));
+      else setTimeout(() => this.inside.dispatchEvent(new this.inside.MessageEvent("message", { data })));
     }
 
     terminate() {
