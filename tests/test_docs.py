@@ -27,13 +27,6 @@ from shmstage.cli import COMMANDS
 from shmstage.settings import BOUNDARIES, SWITCHES, Boundary, Settings
 from shmstage.testing.boundary_table import expected_calls
 
-#: what other parts of the same change bring: files and make targets; to be taken out once they are there
-COMING = {
-    "make docs", "make example", "python examples/grpo_arithmetic/train.py", "examples/grpo_arithmetic/",
-    "examples/models/", "examples/models/plain_jax.py", "examples/prefetch_to_device.py", "examples/from_grain.py",
-}  # fmt: skip
-
-
 def all_blocks() -> list[Block]:
     return [block for page in pages() for block in blocks_of(page)]
 
@@ -77,8 +70,6 @@ def test_every_shell_line_is_one_that_its_command_takes(tmp_path: Path, monkeypa
                 files |= {other.title: other.text for other in blocks_of(page) if other.title}
             text = re.sub(r"^.*\|\| test \$\? = .*$", "", block.text, flags=re.M)  # wrong on purpose, and run
             for words in docs_commands.calls_in(text):
-                if " ".join(words) in COMING:
-                    continue
                 try:
                     docs_commands.check(words, files)
                 except WrongCommand as error:
@@ -140,10 +131,17 @@ def test_files_that_pages_name_are_there() -> None:
         for path in named.findall(page.read_text())
         if not (ROOT / path).exists()
         and not any(ROOT.glob(f"{path}-*.md"))  # a decision, by its number
-        and path not in COMING
         and not path.startswith("bench/results")
     }
     assert not missing
+
+
+def test_every_example_that_a_page_shows_is_run_by_a_test_of_its_own() -> None:
+    shown = {path for page in pages() for path in re.findall(r"<!-- made: example (\S+) -->", page.read_text())}
+    said = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(shown) >= 7
+    for path in shown:
+        assert (ROOT / path).is_file() and Path(path).stem in said, path
 
 
 # --- what is made from the code ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from mkdocs.exceptions import PluginError  # noqa: E402
 INDEX: Final = "decisions/index.md"
 DECISIONS: Final = sorted((HERE.parent / "decisions").glob("0*.md"))
 
-_MADE: Final = re.compile(r"^<!-- made: (\S+) ?(.*?) -->$", re.MULTILINE)
+_MADE: Final = re.compile(r"^( *)<!-- made: (\S+) ?(.*?) -->$", re.MULTILINE)
 _DRAWING: Final = re.compile(r"^!\[([^\]]+)\]\(((?:\.\./)*drawings/[\w-]+\.svg)\)$", re.MULTILINE)
 _STYLE: Final = re.compile(r"<style>.*?</style>\s*", re.DOTALL)
 
@@ -94,11 +94,11 @@ def complete(markdown: str, page: Path) -> str:
     """The page with all that is made put in; ``page`` is its path below docs/."""
 
     def made(found: re.Match[str]) -> str:
-        name, arguments = found.groups()
+        indent, name, arguments = found.groups()
         if name not in MADE:
             raise PluginError(f"{page}: {found[0]}: there are {', '.join(MADE)}")
         try:
-            return str(MADE[name](arguments))
+            return indent + str(MADE[name](arguments)).replace("\n", f"\n{indent}")
         except (ValueError, OSError) as error:
             raise PluginError(f"{page}: {found[0]}: {error}") from error
 
