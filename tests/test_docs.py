@@ -27,6 +27,7 @@ from shmstage.cli import COMMANDS
 from shmstage.settings import BOUNDARIES, SWITCHES, Boundary, Settings
 from shmstage.testing.boundary_table import expected_calls
 
+
 def all_blocks() -> list[Block]:
     return [block for page in pages() for block in blocks_of(page)]
 
