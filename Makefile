@@ -42,10 +42,10 @@ dist: venv
 	$(BIN)/python tests/ecosystem/distributions.py
 
 test: venv adapters versions
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-fast: venv
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow'
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not slow'
 
 # Chromium, for the tests of the report page and the trace; as root, from the distribution (else they are skipped)
 browser:
