@@ -42,6 +42,8 @@ class Arrangement:
         leaves, treedef = jax.tree.flatten(tree)
         names = _names(leaves, structs, into)
         shardings = _shardings(placed(tree) if callable(placed) else placed, tree, names)
+        for name, sharding in shardings.items():
+            _refuse_misfit(name, structs[name].shape, sharding)
         return cls(names, treedef, shardings)
 
     def chosen(self, lease: Readable) -> Readable:
@@ -109,6 +111,18 @@ def _shardings(prefix: Any, tree: Any, names: tuple[str, ...]) -> dict[str, Shar
         if found.setdefault(name, placed) != placed:
             raise LayoutError(f"field {name!r} is in the tree twice, as {found[name]} and as {placed}; place it alike")
     return found
+
+
+def _refuse_misfit(name: str, shape: tuple[int, ...], sharding: Sharding) -> None:
+    """Now: what ``device_put`` says of it names no field, and the slot's copy is under way by then."""
+    try:
+        sharding.check_compatible_aval(shape)  # ranks; the other, sizes
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        raise LayoutError(
+            f"field {name!r} {list(shape)} cannot lie as {sharding}: {describe(error)}; give it a sharding of at most "
+            f"{len(shape)} axes whose sizes divide the field's, PartitionSpec() to have it whole on every device"
+        ) from error
 
 
 def _sharding(leaf: Any) -> Sharding:

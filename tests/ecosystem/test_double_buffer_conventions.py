@@ -76,8 +76,12 @@ HERE = SingleDeviceSharding(jax.local_devices()[0])
         (lambda batch: {"x": HERE, "y": HERE}, "no tree prefix"),
         ({"x": HERE, "bias": jax.sharding.PartitionSpec("data")}, r"cannot place a field: P.*'data'.*NamedSharding"),
         ("cpu", "a str cannot place a field: 'cpu'; give a jax.sharding.Sharding"),
+        (
+            NamedSharding(Mesh(jax.devices()[:1], "data"), PartitionSpec(None, "data")),
+            r"field 'bias' \[3\] cannot lie as NamedSharding.* at most 1 axes whose sizes divide the field's",
+        ),
     ],
-    ids=["missing", "other nesting", "other names", "no sharding", "text"],
+    ids=["missing", "other nesting", "other names", "no sharding", "text", "other rank"],
 )
 def test_a_sharding_that_does_not_fit_the_tree_is_refused_with_both_told(sharding: Any, told: str) -> None:
     with DoubleBuffer(Published(1), sharding) as batches, pytest.raises(LayoutError, match=told):
