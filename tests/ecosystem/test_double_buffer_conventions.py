@@ -376,19 +376,6 @@ def test_a_slot_that_moves_on_while_it_is_copied_to_the_host_is_no_batch_and_its
         assert batches._host.room()
 
 
-def test_a_slot_whose_upload_fails_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*arguments: Any) -> None:
-        raise MemoryError("out of memory")
-
-    monkeypatch.setattr(aliasing, "aliases_host_memory", lambda shardings: False)
-    source = Published(1)
-    with DoubleBuffer(Ending(source)) as batches:
-        batches._buffers._put = fails  # type: ignore[assignment]
-        with pytest.raises(MemoryError):
-            next(batches)
-    assert source.given_back == [0]  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(("name", "size", "least"), [("host_buffer_size", -1, 0), ("device_buffer_size", 1, 2)])
 def test_a_size_that_cannot_work_is_refused(name: str, size: int, least: int) -> None:
     with pytest.raises(InputError, match=f"{name} = {size}; give at least {least}"):
