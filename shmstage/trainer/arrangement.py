@@ -13,7 +13,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from shmstage.errors import LayoutError, shown
 from shmstage.memory.handle import Handle
 from shmstage.trainer.device_buffers import Readable
-from shmstage.trainer.jax_seam import struct_like
+from shmstage.trainer.jax_seam import check_fits, struct_like
 from shmstage.trainer.reporting import describe
 
 
@@ -116,8 +116,7 @@ def _shardings(prefix: Any, tree: Any, names: tuple[str, ...]) -> dict[str, Shar
 def _refuse_misfit(name: str, shape: tuple[int, ...], sharding: Sharding) -> None:
     """Now: what ``device_put`` says of it names no field, and the slot's copy is under way by then."""
     try:
-        sharding.check_compatible_aval(shape)  # ranks; the other, sizes
-        sharding.shard_shape(shape)
+        check_fits(shape, sharding)
     except ValueError as error:
         raise LayoutError(
             f"field {name!r} {list(shape)} cannot lie as {sharding}: {describe(error)}; give it a sharding of at most "
