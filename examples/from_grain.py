@@ -1,7 +1,7 @@
 """A Grain pipeline in a process of its own feeds a trainer through shared memory: python examples/from_grain.py
 
-Reading, shuffling and packing then take no time of the interpreter that trains, and a batch is written once, into the
-slot that it is uploaded from.
+Reading, shuffling and packing then take no time of the interpreter that trains: what Grain has batched is copied once,
+into the slot that it is uploaded from.
 """
 
 import itertools
@@ -11,6 +11,7 @@ import sys
 from typing import NamedTuple
 
 import grain
+import jax
 import numpy as np
 
 from shmstage import Consumer, DoubleBuffer, Producer
@@ -43,8 +44,6 @@ def feed(name: str) -> None:
 
 
 def train(name: str) -> int:
-    import jax
-
     @jax.jit
     def step(batch: Batch) -> jax.Array:
         return (batch.tokens.sum(axis=1) * batch.weight).sum()

@@ -58,8 +58,8 @@ class TunixPayload:
         self._fields = {field.name: field for field in dataclasses.fields(self._class) if field.init}
         self._omit = frozenset(omit)
         self._constants = constants
-        self._refuse_unknown(constants)
-        self._prompts: dict[tuple[int, jax.sharding.Sharding], jax.Array] = {}
+        self._refuse_unknown(constants, "do not give it to TunixPayload")
+        self._prompts: dict[tuple[str, int, jax.sharding.Sharding], jax.Array] = {}
         self._decode = jax.jit(dense_routing)
 
     @property
@@ -69,13 +69,17 @@ class TunixPayload:
     def __call__(self, batch: Batch) -> Any:
         """Raises ``LayoutError`` naming the fields that the class lacks, or that it needs and the batch has not."""
         fields = self._chosen(batch)
-        self._refuse_unknown(_as_dense(fields))
+        names = _as_dense(fields)
+        self._refuse_unknown(names, "leave out what does not matter with omit={unknown}")
         if is_encoded(fields):
             routed = (SEGMENT_IDS, *NAMES[encoding_of(fields) or "dense"])
             fields = in_place_of_encoded(fields, self._decode({name: fields[name] for name in routed}))
         if twice := [name for name in self._constants if name in fields]:
-            raise LayoutError(f"{', '.join(map(repr, twice))} was given to TunixPayload and is a packed field, too")
-        prompts = {name: self._empty(fields[IDS]) for name in PROMPTS if name in self._fields and IDS in fields}
+            raise LayoutError(
+                f"{', '.join(map(repr, twice))} was given to TunixPayload and is a packed field, too; leave the packed "
+                f"one out with omit={tuple(twice)}, or do not give the other"
+            )
+        prompts = {name: self._empty(name, fields[IDS]) for name in PROMPTS if name in self._fields and IDS in fields}
         values = {**prompts, **self._constants, **fields}
         for name, field in self._fields.items():
             if name not in values and _has_no_default(field):
@@ -93,7 +97,7 @@ class TunixPayload:
             omitted.update(NAMES[encoding_of(batch) or "dense"])
         return {name: array for name, array in batch.items() if name not in omitted}
 
-    def _refuse_unknown(self, names: Collection[str]) -> None:
+    def _refuse_unknown(self, names: Collection[str], otherwise: str) -> None:
         unknown = [name for name in names if name not in self._fields]
         if not unknown:
             return
@@ -101,15 +105,15 @@ class TunixPayload:
         remedy = f"take payload_class={others[0]!r}" if others else "take a version of it that has them"
         raise LayoutError(
             f"{self._described()} has no field {', '.join(map(repr, unknown))}; it has {', '.join(self._fields)}; "
-            f"{remedy}, or leave out what does not matter with omit={tuple(unknown)}"
+            f"{remedy}, or {otherwise.format(unknown=tuple(unknown))}"
         )
 
-    def _empty(self, ids: Any) -> Any:
-        """int32 ``[rows, 0]``, lying where the ids lie."""
+    def _empty(self, name: str, ids: Any) -> Any:
+        """int32 ``[rows, 0]``, lying where the ids lie. Each name has its own: a step may donate its payload."""
         if isinstance(ids, jax.core.Tracer) or not isinstance(ids, jax.Array):
             return ids[:, :0]
-        key = (ids.shape[0], ids.sharding)
-        if key not in self._prompts:
+        key = (name, ids.shape[0], ids.sharding)
+        if key not in self._prompts or self._prompts[key].is_deleted():
             self._prompts[key] = jax.device_put(np.zeros((ids.shape[0], 0), np.int32), ids.sharding)
         return self._prompts[key]
 
@@ -134,7 +138,9 @@ def _find(where: str) -> type:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "tunix" and _version_of("tunix") is None:
             raise MissingExtraError(f"{where} needs tunix; pip install google-tunix") from error
-        raise InputError(f"{where} cannot be imported: no module named {error.name!r}") from error
+        raise InputError(f"{where} cannot be imported: no module named {error.name!r}; install it") from error
+    except ImportError as error:  # one that tunix needs is there, but not as tunix wants it
+        raise InputError(f"{where} cannot be imported: {error}; mend that, or give another class") from error
     except AttributeError as error:
         raise InputError(f"{module}{_version_of(module) or ''} has no {name!r}; give \"module:Class\"") from error
     if not isinstance(found, type):

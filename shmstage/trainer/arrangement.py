@@ -13,7 +13,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from shmstage.errors import LayoutError, shown
 from shmstage.memory.handle import Handle
 from shmstage.trainer.device_buffers import Readable
-from shmstage.trainer.jax_seam import struct_like
+from shmstage.trainer.jax_seam import check_fits, struct_like
 from shmstage.trainer.reporting import describe
 
 
@@ -42,6 +42,8 @@ class Arrangement:
         leaves, treedef = jax.tree.flatten(tree)
         names = _names(leaves, structs, into)
         shardings = _shardings(placed(tree) if callable(placed) else placed, tree, names)
+        for name, sharding in shardings.items():
+            _refuse_misfit(name, structs[name].shape, sharding)
         return cls(names, treedef, shardings)
 
     def chosen(self, lease: Readable) -> Readable:
@@ -109,6 +111,17 @@ def _shardings(prefix: Any, tree: Any, names: tuple[str, ...]) -> dict[str, Shar
         if found.setdefault(name, placed) != placed:
             raise LayoutError(f"field {name!r} is in the tree twice, as {found[name]} and as {placed}; place it alike")
     return found
+
+
+def _refuse_misfit(name: str, shape: tuple[int, ...], sharding: Sharding) -> None:
+    """Now: what ``device_put`` says of it names no field, and the slot's copy is under way by then."""
+    try:
+        check_fits(shape, sharding)
+    except ValueError as error:
+        raise LayoutError(
+            f"field {name!r} {list(shape)} cannot lie as {sharding}: {describe(error)}; give it a sharding of at most "
+            f"{len(shape)} axes whose sizes divide the field's, PartitionSpec() to have it whole on every device"
+        ) from error
 
 
 def _sharding(leaf: Any) -> Sharding:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -9,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast, final, overload
 
 import jax
 
-from shmstage.errors import InputError, WaitTimeoutError
+from shmstage.errors import InputError, TrainerError, WaitTimeoutError
 from shmstage.trainer.arrangement import Arrangement
 from shmstage.trainer.device_buffers import DeviceBuffers, Readable, StagedBatch
 from shmstage.trainer.host_buffers import HostBuffers
@@ -26,13 +28,37 @@ class Receiver(Protocol):
 
 
 @final
+class _Uploaded:
+    """A micro-batch whose upload has been issued; ``error`` is of the upload, once that is over."""
+
+    batch: StagedBatch
+
+    def __init__(self, arrangement: Arrangement) -> None:
+        self.arrangement = arrangement
+        self.error = ""
+        self._over = threading.Event()
+
+    def told(self, ready_ns: int, error: str) -> None:
+        """On any thread: the upload is over, and the lease it was read from has ended."""
+        self.error = error
+        self._over.set()
+
+    def wait_over(self, timeout_s: float) -> None:
+        if not self._over.wait(timeout_s):
+            raise WaitTimeoutError(
+                f"the upload of micro-batch {self.batch.name} was not over within {timeout_s:g} s; if the device is "
+                "only slow, ask again or raise timeout_s"
+            )
+
+
+@final
 class DoubleBuffer(Generic[Tree]):
     """Iterate it: ``for batch in DoubleBuffer(consumer): token = step(batch)``.
 
     Each ``batch`` is a dict of field name → ``jax.Array``, or what ``into`` makes of it. The slot it came from is
-    released as soon as its copy is proven over, not when you are done with the arrays. While you compute on one
-    micro-batch, the next is uploaded if it has been published already; an error met there is raised once the
-    micro-batches before it have been given out.
+    released as soon as its copy is proven over, not when you are done with the arrays; only then is the batch given
+    out, so a program may have it donated. While you compute on one micro-batch, the next is uploaded if it has been
+    published already; an error met there is raised once the micro-batches before it have been given out.
 
     ``sharding`` says where the arrays lie: one ``jax.sharding.Sharding`` (or device) for all, a tree prefix of them as
     ``jax.device_put`` takes it, or a callable that returns either and is called once per layout with the micro-batch's
@@ -43,7 +69,9 @@ class DoubleBuffer(Generic[Tree]):
     them: a NamedTuple, a registered dataclass, a function that nests them in dicts. It arranges and computes nothing;
     a field that it leaves out is not uploaded.
 
-    ``device_buffer_size`` micro-batches are on the devices at a time: the one you compute on and those ahead.
+    ``device_buffer_size`` micro-batches have a place on the devices: the one given out last and those ahead. On an
+    accelerator those before, as long as you hold them, take memory besides: a loop's variable holds one until the next
+    has come.
     ``host_buffer_size`` more wait in this process's memory: whenever you ask for the next, those that have been
     published are copied there, and their slots go on. It is for a producer with few slots or with several consumers;
     with 0 they wait in the pool's slots and are uploaded straight from there. (Grain's ``device_put`` has both sizes,
@@ -89,8 +117,9 @@ class DoubleBuffer(Generic[Tree]):
         device_buffer_size: int = 2,
         timeout_s: float = 600.0,
     ) -> None:
-        """``next`` raises what ``consumer.receive`` raises, and ``LayoutError`` if ``into`` or ``sharding`` does not
-        fit the fields. ``InputError`` for a size below 2 on the devices or below 0 on the host.
+        """``next`` raises what ``consumer.receive`` raises, ``LayoutError`` if ``into`` or ``sharding`` does not fit
+        the fields, ``WaitTimeoutError`` if an upload is not over in time and ``TrainerError`` if it failed.
+        ``InputError`` for a size below 2 on the devices or below 0 on the host.
         """
         for name, size, least in (("host", host_buffer_size, 0), ("device", device_buffer_size, 2)):
             if size < least:
@@ -100,6 +129,8 @@ class DoubleBuffer(Generic[Tree]):
         self._into = into
         self._timeout_s = timeout_s
         self._watcher = TokenWatcher("double-buffer", at_once=True)
+        # a loop that was left early has nobody to close it
+        weakref.finalize(self, self._watcher.close, 0.0).atexit = False
         self._buffers = DeviceBuffers(
             device_buffer_size, self._watcher.watch, timeout_s=timeout_s, count_name="device_buffer_size"
         )
@@ -107,7 +138,7 @@ class DoubleBuffer(Generic[Tree]):
         self._host = HostBuffers(host_buffer_size)
         self._arrangements: dict[int, Arrangement] = {}
         # in the order of the stream; an error lies in the place of the micro-batch that it was met at
-        self._ahead: deque[tuple[StagedBatch, Arrangement] | Exception] = deque()
+        self._ahead: deque[_Uploaded | Exception] = deque()
         self._waiting: deque[Readable | Exception] = deque()
         self._over = False
 
@@ -121,10 +152,16 @@ class DoubleBuffer(Generic[Tree]):
                 self.close()
                 raise StopIteration
             self._ahead.append(uploaded)
+        if not isinstance(self._ahead[0], Exception):
+            # donated or deleted before, its arrays would tell nobody when the slot has been read
+            self._ahead[0].wait_over(self._timeout_s)
         taken = self._ahead.popleft()
         if isinstance(taken, Exception):
             raise taken
-        batch, arrangement = taken
+        batch, arrangement = taken.batch, taken.arrangement
+        if taken.error:
+            self._buffers.discard(batch)
+            raise TrainerError(f"micro-batch {batch.name} was not uploaded: {taken.error}; the next may be asked for")
         # from here on only the arrays themselves say when the buffer is free
         self._buffers.settled(batch.buffer)
         self._buffers.resolver(batch.buffer)()
@@ -137,7 +174,7 @@ class DoubleBuffer(Generic[Tree]):
         """Drop what was uploaded ahead and end the thread; the consumer is yours to close. Idempotent."""
         for taken in self._ahead:
             if not isinstance(taken, Exception):
-                self._buffers.discard(taken[0])
+                self._buffers.discard(taken.batch)
         for lease in self._waiting:
             if not isinstance(lease, Exception):
                 lease.end()
@@ -195,7 +232,7 @@ class DoubleBuffer(Generic[Tree]):
             lease.end()  # as below
             raise
 
-    def _upload(self, timeout_s: float) -> tuple[StagedBatch, Arrangement] | None:
+    def _upload(self, timeout_s: float) -> _Uploaded | None:
         lease = self._waiting.popleft() if self._waiting else self._receive(timeout_s)
         if lease is None:
             return None
@@ -203,7 +240,9 @@ class DoubleBuffer(Generic[Tree]):
             raise lease
         chosen, arrangement = self._arranged(lease)
         try:
-            return self._buffers.upload(chosen, arrangement.shardings), arrangement
+            uploaded = _Uploaded(arrangement)
+            uploaded.batch = self._buffers.upload(chosen, arrangement.shardings, uploaded.told)
+            return uploaded
         except WaitTimeoutError:
             self._waiting.appendleft(lease)  # no place for it; the next call tries again
             raise

@@ -35,6 +35,13 @@ def struct_like(array: np.ndarray[Any, Any]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)  # type: ignore[no-untyped-call]
 
 
+def check_fits(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> None:
+    """``ValueError`` for an array that cannot lie so: fewer axes than are cut, or an axis cut into unequal parts."""
+    anything: Any = sharding
+    anything.check_compatible_aval(shape)  # ranks; the other, sizes
+    anything.shard_shape(shape)
+
+
 def local_devices() -> dict[str, Any]:
     """What JAX computes on in this process, as plain facts."""
     devices = jax.local_devices()

@@ -22,7 +22,7 @@ from trainer.test_one_device_put import calls  # noqa: F401
 from trainer.test_poison import content, heavy
 
 from shmstage import Consumer, DoubleBuffer, Producer
-from shmstage.errors import InputError, LayoutError, PeerLostError, WaitTimeoutError
+from shmstage.errors import InputError, LayoutError, PeerLostError, StaleHandleError, WaitTimeoutError
 from shmstage.trainer import aliasing
 
 pytestmark = pytest.mark.slow
@@ -76,8 +76,12 @@ HERE = SingleDeviceSharding(jax.local_devices()[0])
         (lambda batch: {"x": HERE, "y": HERE}, "no tree prefix"),
         ({"x": HERE, "bias": jax.sharding.PartitionSpec("data")}, r"cannot place a field: P.*'data'.*NamedSharding"),
         ("cpu", "a str cannot place a field: 'cpu'; give a jax.sharding.Sharding"),
+        (
+            NamedSharding(Mesh(jax.devices()[:1], "data"), PartitionSpec(None, "data")),
+            r"field 'bias' \[3\] cannot lie as NamedSharding.* at most 1 axes whose sizes divide the field's",
+        ),
     ],
-    ids=["missing", "other nesting", "other names", "no sharding", "text"],
+    ids=["missing", "other nesting", "other names", "no sharding", "text", "other rank"],
 )
 def test_a_sharding_that_does_not_fit_the_tree_is_refused_with_both_told(sharding: Any, told: str) -> None:
     with DoubleBuffer(Published(1), sharding) as batches, pytest.raises(LayoutError, match=told):
@@ -334,6 +338,42 @@ def test_closing_gives_up_what_waits_on_the_host() -> None:
     with pytest.raises(StopIteration):
         next(batches)
     assert len(source.left) == 4
+
+
+def test_closing_ends_a_lease_that_found_no_place_on_the_device() -> None:
+    source = Published(3)
+    with DoubleBuffer(Ending(source), timeout_s=0.02) as batches:
+        kept = [next(batches), next(batches)]
+        with pytest.raises(WaitTimeoutError, match="drop references"):
+            next(batches)
+        assert source.given_back == [0, 1]  # type: ignore[attr-defined]
+    assert source.given_back == [0, 1, 2] and len(kept) == 2  # type: ignore[attr-defined]
+
+
+def test_a_slot_that_moves_on_while_it_is_copied_to_the_host_is_no_batch_and_its_place_is_free() -> None:
+    class Moving(Published):
+        """The slot of the third is taken away between its copy's beginning and end."""
+
+        def receive(self, timeout_s: float) -> Any:
+            lease = super().receive(timeout_s)
+            checks = [None, StaleHandleError("slot 0 moved on")] if lease.handle.index == 2 else [None] * 9
+
+            def check() -> None:
+                if error := checks.pop(0):
+                    raise error
+
+            lease.check = check
+            return lease
+
+    source = Moving(4)
+    with DoubleBuffer(Ending(source), host_buffer_size=1) as batches:
+        for number in (0, 1):
+            np.testing.assert_array_equal(next(batches)["bias"], content(number)["bias"])
+        assert 2 in source.given_back  # type: ignore[attr-defined]
+        with pytest.raises(StaleHandleError, match="slot 0 moved on"):
+            next(batches)
+        np.testing.assert_array_equal(next(batches)["bias"], content(3)["bias"])
+        assert batches._host.room()
 
 
 @pytest.mark.parametrize(("name", "size", "least"), [("host_buffer_size", -1, 0), ("device_buffer_size", 1, 2)])

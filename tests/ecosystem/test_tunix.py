@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,16 @@ def test_inside_a_jitted_function_it_makes_the_same_payload() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def test_every_payload_may_be_donated() -> None:
+    payload = TunixPayload(TrainExample)
+    step = jax.jit(lambda example: jax.tree.map(lambda leaf: leaf + 1, example), donate_argnums=0)
+    for number in range(3):
+        batch = {name: jax.device_put(array + number) for name, array in batch_of().items()}
+        example = payload(batch)
+        np.testing.assert_array_equal(step(example).completion_ids, batch_of()["completion_ids"] + number + 1)
+        assert example.prompt_ids.is_deleted()
+
+
 @pytest.mark.parametrize("encoding", ["dense", "ragged", "ragged_packed"])
 def test_routing_is_handed_over_dense_whatever_it_was_encoded_as(encoding: str) -> None:
     batch = {name: jax.device_put(array) for name, array in batch_of(encoding=encoding).items()}
@@ -159,12 +170,12 @@ def test_a_field_that_was_not_packed_is_no_none_where_none_is_no_value() -> None
 
 
 def test_a_value_may_not_come_from_both_sides() -> None:
-    with pytest.raises(LayoutError, match="'advantages' was given to TunixPayload and is a packed field, too"):
+    with pytest.raises(LayoutError, match=r"'advantages' was given .* packed field, too; .* omit=\('advantages',"):
         TunixPayload(TrainExample, advantages=0)(batch_of())
 
 
 def test_a_constant_that_the_class_lacks_is_refused() -> None:
-    with pytest.raises(LayoutError, match="has no field 'policy_version'"):
+    with pytest.raises(LayoutError, match="has no field 'policy_version'.*, or do not give it to TunixPayload$"):
         TunixPayload(TrainExample, policy_version=3)
 
 
@@ -187,6 +198,25 @@ def test_without_tunix_the_error_names_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "tunix", None)
     with pytest.raises(MissingExtraError, match="pip install google-tunix"):
         TunixPayload()
+
+
+def test_a_field_is_refused_by_name_where_the_class_that_may_have_it_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "tunix.py").write_text("raise ImportError('libfoo.so.3: no such file')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import ecosystem.test_tunix as t\n"
+        "try: t.TunixPayload(t.TrainExample)(t.batch_of(t.VALUES))\n"
+        "except t.LayoutError as error: print(error)\n"
+        "try: t.TunixPayload()\n"
+        "except t.InputError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=HERE.parent, env={**os.environ, "PYTHONPATH": f"{HERE.parents[1]}:{HERE}"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    first, second = done.stdout.splitlines() or [done.stderr] * 2
+    assert "has no field 'returns', 'old_values'" in first
+    assert "TrainExample cannot be imported: libfoo.so.3: no such file" in second
 
 
 def test_the_adapter_imports_nothing_of_tunix() -> None:

@@ -157,7 +157,7 @@ def on_a_mesh(content: dict[str, np.ndarray]) -> dict[str, Any]:
     return {
         "same": all(getattr(example, name) is array for name, array in batch.items()),
         "prompts": [list(prompts.shape), str(prompts.dtype), prompts.sharding == where],
-        "made once": prompts is again.prompt_ids,
+        "made once": prompts is again.prompt_ids and prompts is not example.prompt_mask,
     }
 
 

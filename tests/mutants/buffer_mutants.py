@@ -195,6 +195,41 @@ MUTANTS = (
         "        if found.setdefault(name, placed) is None:\n",
         (f"{CONVENTIONS}::test_one_field_at_two_leaves_lies_in_one_place",),
     ),
+    Mutant(
+        "a batch is given out, and may be donated, while its slot is still read",
+        DOUBLE,
+        "            self._ahead[0].wait_over(self._timeout_s)\n",
+        "            pass\n",
+        (f"{IN_DOUBLE}::test_a_batch_is_given_out_only_when_its_slot_has_been_read",),
+    ),
+    Mutant(
+        "a loop that is left early leaves its thread",
+        DOUBLE,
+        "        weakref.finalize(self, self._watcher.close, 0.0).atexit = False\n",
+        "",
+        (f"{IN_DOUBLE}::test_a_loop_that_is_left_early_leaves_no_thread",),
+    ),
+    Mutant(
+        "nobody looks whether the slot moved on while it was copied to the host",
+        HOST,
+        "            lease.check()  # the slot held this generation from the first byte to the last\n",
+        "",
+        (f"{CONVENTIONS}::test_a_slot_that_moves_on_while_it_is_copied_to_the_host_is_no_batch_and_its_place_is_free",),
+    ),
+    Mutant(
+        "a copy to the host that fails keeps its place",
+        HOST,
+        "            self._free.append(memory)\n            raise\n",
+        "            raise\n",
+        (f"{CONVENTIONS}::test_a_slot_that_moves_on_while_it_is_copied_to_the_host_is_no_batch_and_its_place_is_free",),
+    ),
+    Mutant(
+        "closing keeps the lease that found no place",
+        DOUBLE,
+        "                lease.end()\n        self._ahead.clear()\n",
+        "                pass\n        self._ahead.clear()\n",
+        (f"{CONVENTIONS}::test_closing_ends_a_lease_that_found_no_place_on_the_device",),
+    ),
     # --- the weights pool
     Mutant(
         "weights are written where somebody reads",

@@ -43,4 +43,18 @@ MUTANTS = (
         "            omitted.update(NAMES[encoding_of(batch) or \"dense\"][:1])\n",
         (f"{TESTS}::test_what_is_to_be_left_out_is_left_out[ragged]",),
     ),
+    Mutant(
+        "both empty prompts are one array, which cannot be donated",
+        FILE,
+        "        key = (name, ids.shape[0], ids.sharding)\n",
+        "        key = (\"\", ids.shape[0], ids.sharding)\n",
+        (f"{TESTS}::test_every_payload_may_be_donated",),
+    ),
+    Mutant(
+        "prompts that were donated are given again",
+        FILE,
+        "        if key not in self._prompts or self._prompts[key].is_deleted():\n",
+        "        if key not in self._prompts:\n",
+        (f"{TESTS}::test_every_payload_may_be_donated",),
+    ),
 )

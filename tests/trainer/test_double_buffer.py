@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 from trainer.test_poison import LAYOUT, PoisonedLease, content, heavy
 
 import shmstage
-from shmstage.errors import LayoutError, PeerLostError, WaitTimeoutError
+from shmstage.errors import LayoutError, PeerLostError, TrainerError, WaitTimeoutError
 from shmstage.memory.aligned import aligned_buffer
 from shmstage.memory.handle import Handle
 from shmstage.memory.layout import Layout
+from shmstage.trainer import aliasing
 from shmstage.trainer.double_buffer import DoubleBuffer
 
 pytestmark = pytest.mark.slow
@@ -110,6 +112,34 @@ def test_an_error_of_the_batch_ahead_is_told_once_and_forgotten_when_closed() ->
         batches.close()
         with pytest.raises(StopIteration):
             next(batches)
+
+
+def test_a_batch_is_given_out_only_when_its_slot_has_been_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: a program that has the batch donated would end what is waited for."""
+    monkeypatch.setattr(aliasing, "aliases_host_memory", lambda shardings: False)
+    source, watched = Published(2, offset=4), deque[Any]()
+    with DoubleBuffer(source, timeout_s=0.02) as batches:
+        batches._buffers._watch = lambda arrays, on_ready: watched.append((jax.block_until_ready(arrays), on_ready))
+        for _ in range(2):
+            with pytest.raises(WaitTimeoutError, match="the upload of micro-batch .* was not over within 0.02 s"):
+                next(batches)
+        ((_, on_ready),) = watched
+        on_ready(0, "")
+        np.testing.assert_array_equal(next(batches)["bias"], content(0)["bias"])
+        _, (_, on_ready) = watched
+        on_ready(0, "the slot moved on")
+        with pytest.raises(TrainerError, match="was not uploaded: the slot moved on"):
+            next(batches)
+        assert len(batches._buffers.retired()) == 2
+
+
+def test_a_loop_that_is_left_early_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    for _ in DoubleBuffer(Published(2)):
+        break
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10.0)
+    assert set(threading.enumerate()) <= before
 
 
 def lies_within(arrays: Iterable[jax.Array], start: int, nbytes: int) -> bool:
