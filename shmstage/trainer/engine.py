@@ -17,7 +17,11 @@ import numpy as np
 from shmstage.memory.layout import Layout
 
 Batch = Mapping[str, jax.Array]
-"""Field name → device array ``[rows, tokens, ...]``. An engine drops its references when it has dispatched."""
+"""Field name → device array ``[rows, tokens, ...]``. An engine drops its references when it has dispatched.
+
+It must not donate them to a program: that an upload is over, and its slot free, is told by these arrays. On a device
+that is not the host a donated one fails the step (``TrainerError``).
+"""
 
 
 TRAIN, EVALUATE, SCORE = "train", "evaluate", "score"
