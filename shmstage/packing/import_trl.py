@@ -51,8 +51,10 @@ def trl_rollout(row: Row) -> Rollout:
     answer = values.tokens(values.need(("completion_ids",), "token ids of the completion", _NO_IDS))
     prompt = prompt[_real(values, "prompt_mask", len(prompt))]
     real = _real(values, "completion_mask", len(answer))
-    trained = row.first_of(_TRAINED)
-    trains = real & values.mask(trained[0], len(answer)) if trained is not None else real
+    trains = real
+    for name in _TRAINED:
+        if row.values.get(name) is not None:
+            trains = trains & values.mask(name, len(answer))
     logprobs = values.need(
         _LOGPROBS, "log-probs of the policy that sampled, one per token of completion_ids",
         "keep them with the completions: a rollout function of TRL returns them as logprobs",

@@ -103,6 +103,15 @@ def test_without_a_response_mask_every_real_token_of_the_answer_trains(imported:
     assert trajectory.loss_mask.tolist() == [0, 0, 1, 1, 1]
 
 
+@pytest.mark.parametrize("response_mask", [[1, 1, 1, 0], ...])
+@pytest.mark.parametrize("loss_mask", [[0, 0, 0, 0, 1, 0, 1, 0], [1, 0, 1, 0]])
+def test_a_loss_mask_takes_out_what_a_tool_said_whatever_the_response_mask_has(
+    imported: Import, loss_mask: list[int], response_mask: Any
+) -> None:
+    (trajectory,) = of(imported(verl(loss_mask=loss_mask, response_mask=response_mask), advantages="rewards"))
+    assert trajectory.loss_mask.tolist() == [0, 0, 1, 0, 1]
+
+
 def test_rewards_of_a_uid_become_normalised_advantages(imported: Import) -> None:
     scores = [0.0, 1.0, 1.0]
     records = [verl(token_level_rewards=[0, score, 0, 0]) for score in scores]
