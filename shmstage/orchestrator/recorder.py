@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, cast, final
 
@@ -115,9 +116,11 @@ class Recorder:
     def close(self, *, goes_on: bool = False) -> None:
         """Nothing comes any more: make the bundle, unless the run `goes_on`. Waits for the disk, but not for ever."""
         with self._condition:
+            # who closes a second time has waited already
+            wait_s = 0.0 if self._closing else self._close_s
             self._closing, self._goes_on = True, goes_on
             self._condition.notify_all()
-        self._thread.join(self._close_s)
+        self._thread.join(wait_s)
         if self._thread.is_alive():
             with self._condition:
                 self._give_up(self._first, f"the disk did not take what was left within {self._close_s:g} s")
@@ -151,13 +154,15 @@ class Recorder:
         return next((each.digest for each in self._waiting if (each.step, each.index) == (step, index)), None)
 
     def _give_up(self, step: int, why: str) -> None:
-        if self._given_up is None:
-            self._say(f"recording ends before step {step}: {why}")
+        is_first = self._given_up is None
         self._given_up = min(step, self._given_up or step)
+        if is_first:
+            self._say(f"recording ends before step {step}: {why}")
 
     def _say(self, text: str) -> None:
         self.warnings.append(text)
-        print(text, flush=True)
+        with suppress(OSError, ValueError):  # the log may lie on the disk that is full, or be closed
+            print(text, flush=True)
 
     # --- on the recorder's thread ---------------------------------------------------------------------------
 
