@@ -20,7 +20,7 @@ from typing import Any, final
 from shmstage.errors import BundleError, SettingsError, shown
 from shmstage.memory.locks import lock_exclusively
 from shmstage.packing.bundle import read_manifest, seal, write_bundle
-from shmstage.packing.bundle_files import appearing
+from shmstage.packing.bundle_files import appearing, sync_file
 from shmstage.packing.manifest import joined
 from shmstage.packing.trajectory import MAX_ID_CHARACTERS, Trajectory
 from shmstage.records import read_json, write_json
@@ -55,6 +55,9 @@ class Recording:
         check_is_free(path)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # what another run left in it is removed: nobody may have us do that to a directory of his choice
+            if self._folder.is_symlink():
+                raise BundleError(f"{self._folder} is a link; remove it, or choose another --record")
             self._lock = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if not lock_exclusively(self._lock):
                 raise BundleError(f"{path} is being recorded by a living run; choose another --record")
@@ -114,7 +117,8 @@ class Recording:
         }
         manifest = joined(list(found.values()), told, where=str(self.path))
         files = [self._part(*key) / shard["file"] for key, part in found.items() for shard in part["shards"]]
-        with appearing(self.path) as directory:
+        # in the folder, so that a kill leaves nothing that a successor does not remove
+        with appearing(self.path, made_in=self._folder) as directory:
             for file, shard in zip(files, manifest["shards"], strict=True):
                 _link(file, directory / shard["file"])
             seal(directory, manifest)
@@ -200,3 +204,4 @@ def _link(file: Path, to: Path) -> None:
         os.link(file, to, follow_symlinks=False)
     except OSError:  # not every file system has links
         shutil.copyfile(file, to, follow_symlinks=False)
+        sync_file(to)

@@ -168,6 +168,25 @@ def test_a_bundle_that_cannot_be_made_leaves_its_parts_for_another_try(
     assert read_bundle(path).trajectories[0].trajectory_id == "a"
 
 
+def test_a_kill_while_the_bundle_is_made_leaves_nothing_that_a_successor_does_not_remove(
+    path: Path, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording.write(7, 0, 0, some("a"), "d0")
+    with monkeypatch.context() as patch:
+        # a kill runs no clean-up
+        patch.setattr(module, "seal", lambda *arguments: os.truncate(path, 0))
+        patch.setattr(shutil, "rmtree", lambda *arguments, **options: None)
+        with pytest.raises(BundleError):
+            recording.finish([7], {})
+    recording.close()
+    assert [entry.name for entry in path.parent.iterdir()] == [folder_of(path).name]
+    successor = Recording(path, WHOSE, goes_on=True)
+    assert len([entry for entry in folder_of(path).iterdir() if entry.is_dir()]) == 1
+    successor.finish([7], {})
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    successor.close()
+
+
 def test_on_a_file_system_without_links_shards_are_copied(
     path: Path, recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +219,14 @@ def test_two_living_runs_do_not_record_to_one_place(path: Path, recording: Recor
     with pytest.raises(BundleError, match="recorded is being recorded by a living run; choose another --record"):
         Recording(path, {**WHOSE, "run": "another"}, goes_on=False)
     assert recording.finish([7], {})["counts"]["trajectories"] == 1, "and the second one harmed nothing"
+
+
+def test_a_link_to_somebody_elses_directory_is_refused_and_nothing_in_it_is_removed(path: Path) -> None:
+    (path.parent / "theirs" / "precious").mkdir(parents=True)
+    folder_of(path).symlink_to(path.parent / "theirs")
+    with pytest.raises(BundleError, match="recorded.recording is a link; remove it, or choose another --record"):
+        Recording(path, WHOSE, goes_on=False)
+    assert (path.parent / "theirs" / "precious").exists()
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
