@@ -188,6 +188,11 @@ def test_rewards_of_several_functions_are_summed_and_those_that_do_not_apply_lef
     assert of(found)[0].advantages.tolist() == [0, 0, 1.5, 1.5]
 
 
+def test_the_reward_that_was_made_of_several_comes_before_their_sum(imported: Import) -> None:
+    found = imported(trl(rewards=[1.0, 1.0], reward=0.25), advantages="rewards")
+    assert of(found)[0].advantages.tolist() == [0, 0, 0.25, 0.25]
+
+
 def test_without_a_group_id_the_answers_of_one_step_to_one_prompt_are_a_group(imported: Import) -> None:
     records = [trl(step=step, rewards=reward) for step, reward in ((1, 0), (1, 1), (2, 5), (2, 5))]
     found = imported(*records)
@@ -234,6 +239,7 @@ WRONG = [
     (verl(responses=[[7], [8], [9], [0]]), r"responses wants a list of one value per token, got \[7\] at \[0\]"),
     (verl(token_level_rewards=...), "wants token_level_rewards .or advantages., got neither"),
     (verl(token_level_rewards=[None]), "token_level_rewards wants a finite number, or a list of them"),
+    (verl(token_level_rewards=[0.0, None, 1.0, 0.0]), "token_level_rewards wants a finite number, or a list of them"),
     (verl(token_level_rewards="1"), "token_level_rewards wants a finite number, or a list of them, got .'1'"),
     (verl(token_level_rewards=10**400), "token_level_rewards wants a finite number"),
     (verl(uid=...), "wants uid, the same for all answers to one prompt, got none; .*--advantages rewards"),
