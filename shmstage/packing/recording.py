@@ -158,7 +158,8 @@ class Recording:
             told = part["provenance"]
             self._parts[told["step"], told["index"]] = part
             self._ids.update(each["id"] for each in part["trajectories"])
-        write_json(self._folder / WHOSE, whose)
+        if not is_ours:  # a full disk does not end a run that is started again
+            write_json(self._folder / WHOSE, whose)
 
     def _whole(self, folder: Path) -> Mapping[str, Any] | None:
         """The manifest of a part that can be relied on."""

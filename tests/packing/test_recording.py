@@ -116,6 +116,20 @@ def test_a_successor_goes_on_with_what_is_there(path: Path, recording: Recording
     successor.close()
 
 
+def test_a_successor_goes_on_when_the_disk_is_full(
+    path: Path, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    recording.write(7, 0, 0, some("a"), "d0")
+    recording.close()
+    monkeypatch.setattr(module, "write_json", full_disk)
+    successor = Recording(path, WHOSE, goes_on=True)
+    assert successor.digest_of(7, 0) == "d0"
+    successor.close()
+
+
 @pytest.mark.parametrize(
     ("whose", "goes_on"), [(WHOSE, False), ({**WHOSE, "run": "another"}, True)], ids=["fresh", "another"]
 )
