@@ -73,6 +73,15 @@ def test_routing_that_waits_packed_is_recorded_as_it_came(path: Path, recording:
     assert found.digest == given.digest
 
 
+def test_shards_are_small_since_the_job_stands_still_while_one_is_encoded(
+    path: Path, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SHARD_NBYTES", 1)
+    recording.write(7, 0, 0, some("a", "b"), "d0")
+    recording.finish([7], {})
+    assert [shard["trajectories"] for shard in read_bundle(path).manifest["shards"]] == [1, 1]
+
+
 def test_a_replay_gets_trajectories_in_the_order_of_their_arrival_whatever_their_groups_are_called(
     path: Path, recording: Recording
 ) -> None:
