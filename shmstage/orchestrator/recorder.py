@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, cast, final
@@ -67,10 +66,9 @@ class Recorder:
         self._given_up: int | None = None
         self._first_packed = self._last + 1
         self._closing = self._goes_on = False
-        self._made: Mapping[str, Any] | None = None
         self.warnings: list[str] = []
-        if recording.is_done:
-            self._say(f"{recording.path} was recorded before the run was resumed; nothing is added to it")
+        if recording.is_done and recording.manifest is None:
+            self._say(f"{recording.path} is not what this run recorded, which records nothing; choose another --record")
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
@@ -140,7 +138,7 @@ class Recorder:
         return {**summary, "warnings": warnings, "recorded": recorded}
 
     def _told(self) -> dict[str, Any]:
-        made = self._made
+        made = self._recording.manifest
         steps = made["provenance"]["steps"] if made is not None else []
         missing = sorted(set(range(self._first, self._last + 1)) - set(steps))
         if missing and not self.warnings:
@@ -206,7 +204,7 @@ class Recorder:
         ]  # fmt: skip
         try:
             if steps:
-                self._made = self._recording.finish(steps, self._provenance | {"landed": min(self._landed, steps[-1])})
+                self._recording.finish(steps, self._provenance | {"landed": min(self._landed, steps[-1])})
             else:
                 self._recording.forget()
         except Exception as error:

@@ -38,7 +38,8 @@ PLANNED_BY = ("rows", "tokens", "max_segments_per_row", "segment_align", "max_re
 class Recording:
     """What has been recorded for the bundle at `path`. One process at a time; one thread but for `digest_of`.
 
-    Attribute `is_done`: the bundle is there already, made before the run was resumed.
+    Attribute `is_done`: something is at `path` already; `manifest`: of the bundle, once it is made, be it before the
+    run was resumed. None where what is there is not this run's.
     """
 
     def __init__(self, path: Path, whose: Mapping[str, Any], *, goes_on: bool) -> None:
@@ -48,6 +49,7 @@ class Recording:
         """
         self.path = path
         self.is_done = goes_on and os.path.lexists(path)
+        self.manifest = _manifest_of(path, whose.get("run")) if self.is_done else None
         self._parts: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._ids: set[str] = set()
         self._lock = -1
@@ -124,7 +126,7 @@ class Recording:
             for file, shard in zip(files, manifest["shards"], strict=True):
                 _link(file, directory / shard["file"])
             seal(directory, manifest)
-        self.is_done = True
+        self.manifest, self.is_done = manifest, True
         self.forget()
         return manifest
 
@@ -172,6 +174,17 @@ class Recording:
             return part if sizes and self._part(told["step"], told["index"]) == folder else None
         except (BundleError, OSError, KeyError, TypeError, ValueError):
             return None
+
+
+def _manifest_of(path: Path, run: object) -> Mapping[str, Any] | None:
+    """Of the bundle that the run recorded; None for everything else that may be there."""
+    try:
+        manifest = read_manifest(path)
+    except BundleError:
+        return None
+    told = manifest["provenance"]
+    is_ours = told.get("format") == FORMAT and told.get("run") == run and isinstance(told.get("steps"), list)
+    return manifest if is_ours else None
 
 
 def check_is_free(path: Path) -> None:

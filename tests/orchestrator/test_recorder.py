@@ -205,6 +205,27 @@ def test_a_successor_completes_what_was_begun(tmp_path: Path, recorder: Callable
     assert replayed(settings) == [digest_of(each) for each in microbatches[2:6]]
 
 
+def test_a_successor_tells_what_was_recorded_before_it(tmp_path: Path, recorder: Callable[..., Recorder]) -> None:
+    settings = made(tmp_path)
+    one = recorder(settings)
+    feed(one, planned(settings), 2)
+    told = summary(one)
+    assert told["recorded"]["steps"] == [2, 3]
+    assert summary(recorder(settings.model_copy(update={"resume": True}))) == told
+
+
+def test_what_somebody_else_put_there_is_not_taken_for_a_recording(
+    tmp_path: Path, recorder: Callable[..., Recorder]
+) -> None:
+    settings = made(tmp_path, resume=True)
+    (tmp_path / "recorded").mkdir()
+    one = recorder(settings)
+    feed(one, planned(settings), 2)
+    told = summary(one)
+    assert told["recorded"]["steps"] == []
+    assert "recorded is not what this run recorded, which records nothing" in told["warnings"][0]
+
+
 def test_a_step_of_which_a_kill_lost_a_part_is_left_out(tmp_path: Path, recorder: Callable[..., Recorder]) -> None:
     settings = made(tmp_path)
     microbatches = planned(settings)
