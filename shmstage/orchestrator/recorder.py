@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import deque
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, cast, final
 
@@ -66,10 +66,9 @@ class Recorder:
         self._given_up: int | None = None
         self._first_packed = self._last + 1
         self._closing = self._goes_on = False
-        self._made: Mapping[str, Any] | None = None
         self.warnings: list[str] = []
-        if recording.is_done:
-            self._say(f"{recording.path} was recorded before the run was resumed; nothing is added to it")
+        if recording.is_done and recording.manifest is None:
+            self._say(f"{recording.path} is not what this run recorded, which records nothing; choose another --record")
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
@@ -115,9 +114,11 @@ class Recorder:
     def close(self, *, goes_on: bool = False) -> None:
         """Nothing comes any more: make the bundle, unless the run `goes_on`. Waits for the disk, but not for ever."""
         with self._condition:
+            # who closes a second time has waited already
+            wait_s = 0.0 if self._closing else self._close_s
             self._closing, self._goes_on = True, goes_on
             self._condition.notify_all()
-        self._thread.join(self._close_s)
+        self._thread.join(wait_s)
         if self._thread.is_alive():
             with self._condition:
                 self._give_up(self._first, f"the disk did not take what was left within {self._close_s:g} s")
@@ -137,7 +138,7 @@ class Recorder:
         return {**summary, "warnings": warnings, "recorded": recorded}
 
     def _told(self) -> dict[str, Any]:
-        made = self._made
+        made = self._recording.manifest
         steps = made["provenance"]["steps"] if made is not None else []
         missing = sorted(set(range(self._first, self._last + 1)) - set(steps))
         if missing and not self.warnings:
@@ -151,13 +152,15 @@ class Recorder:
         return next((each.digest for each in self._waiting if (each.step, each.index) == (step, index)), None)
 
     def _give_up(self, step: int, why: str) -> None:
-        if self._given_up is None:
-            self._say(f"recording ends before step {step}: {why}")
+        is_first = self._given_up is None
         self._given_up = min(step, self._given_up or step)
+        if is_first:
+            self._say(f"recording ends before step {step}: {why}")
 
     def _say(self, text: str) -> None:
         self.warnings.append(text)
-        print(text, flush=True)
+        with suppress(OSError, ValueError):  # the log may lie on the disk that is full, or be closed
+            print(text, flush=True)
 
     # --- on the recorder's thread ---------------------------------------------------------------------------
 
@@ -201,7 +204,7 @@ class Recorder:
         ]  # fmt: skip
         try:
             if steps:
-                self._made = self._recording.finish(steps, self._provenance | {"landed": min(self._landed, steps[-1])})
+                self._recording.finish(steps, self._provenance | {"landed": min(self._landed, steps[-1])})
             else:
                 self._recording.forget()
         except Exception as error:

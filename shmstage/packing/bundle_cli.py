@@ -34,7 +34,7 @@ it begins with. --format auto takes the names from the first record. Our own, th
   batch_index     prompts consumed between two weight syncs         of its group's first record,
                                                                     else (number - 1) // 64
   policy_version  weights that sampled it                           0
-  length          of padded arrays: how many tokens are real        all
+  length          how many tokens are real, the rest is padding     required in .npz, else all
 
 An unknown key is an error. verl's names (DataProto): prompts, responses, attention_mask, response_mask,
 rollout_log_probs or old_log_probs, token_level_rewards or advantages, uid. TRL's (GRPO): prompt_ids, prompt_mask,

@@ -14,15 +14,18 @@ from shmstage.errors import BundleError, named
 
 
 @contextlib.contextmanager
-def appearing(path: Path) -> Iterator[Path]:
-    """A directory to fill; at the end it is renamed to `path`, or removed. `BundleError` if `path` exists."""
+def appearing(path: Path, made_in: Path | None = None) -> Iterator[Path]:
+    """A directory to fill; at the end it is renamed to `path`, or removed. `BundleError` if `path` exists.
+
+    Until then it is in `made_in`, on the file system of `path`; else beside `path`.
+    """
     if os.path.lexists(path):
         raise BundleError(f"{path} exists; a bundle is never overwritten, choose another name or remove it")
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # a sibling: a rename stays on one file system
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name[:100]}.", dir=path.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name[:100]}.", dir=made_in or path.parent))
         yield temporary
         temporary.chmod(0o755)
         sync_directory(temporary)
@@ -72,6 +75,11 @@ def write_durably(file: Path, data: bytes) -> None:
     with open(file, "xb") as opened:
         opened.write(data)
         opened.flush()
+        os.fsync(opened.fileno())
+
+
+def sync_file(file: Path) -> None:
+    with open(file, "rb") as opened:
         os.fsync(opened.fileno())
 
 

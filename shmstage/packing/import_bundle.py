@@ -129,5 +129,5 @@ def _kind(first: Row) -> str:
         return told[0]
     return first.refuse(
         "wants tokens (our names), responses (verl's) or completion_ids (TRL's), got only "
-        f"{first.names}; say whose names they are with --format"
+        f"{first.names}; what verl and TRL log has texts only: keep token ids and log-probs of the rollouts beside them"
     )

@@ -83,6 +83,11 @@ def _cut(row: Row, arguments: dict[str, Any]) -> None:
     """Take padding away, where `length` says how much is none."""
     length = arguments.pop(LENGTH, None)
     if length is None:
+        if row.is_padded:
+            row.refuse(
+                f"wants {LENGTH}, by which padding is told from tokens: rows of an array are all of one length; save "
+                "how many tokens of each row are real"
+            )
         return
     if type(length) is not int or length < 0:
         row.refuse(f"length wants an integer from 0, got {shown(length)}")

@@ -70,6 +70,9 @@ def _check_header(opened: IO[bytes], file_nbytes: int, where: str) -> None:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes > file_nbytes:
         raise TrajectoryError(f"{where}: {dtype}{list(shape)} takes {nbytes} bytes, there are {file_nbytes}; {_REMEDY}")
+    if len(shape) > 1 and not math.prod(shape[1:]):
+        # rows without anything in them take no bytes: there could be any number of them
+        raise TrajectoryError(f"{where}: {dtype}{list(shape)} has nothing in a row; leave it out")
     if not shape:
         raise TrajectoryError(f"{where} wants one row per record, got a single {dtype}; repeat it for each record")
 

@@ -10,7 +10,7 @@
 | `logprobs`, `sampling_per_token_logps`, else   | `[c]`      | `old_logprobs`: of the policy that sampled           |
 | `old_per_token_logps`                          |            |                                                      |
 | `advantages`, `advantage`                      | 1 or `[c]` | `advantages`                                         |
-| `rewards`, `reward`                            | 1 or list  | the reward: one of each function, summed             |
+| `reward`, else `rewards`                       | 1 or list  | the reward: one of each function, summed             |
 | `ref_per_token_logps`                          | `[c]`      | `ref_logprobs`                                       |
 | `group_id`, `prompt_id`, `uid`                 |            | the group; else the rows of a `step` with one prompt |
 """
@@ -28,7 +28,8 @@ from shmstage.packing.import_values import Bools, Int32, Values
 NAMES = Names("advantages", "rewards", "group_id", epsilon=1e-4)
 _LOGPROBS = ("logprobs", "sampling_per_token_logps", "old_per_token_logps")
 _ADVANTAGES = ("advantages", "advantage")
-_REWARDS = ("rewards", "reward")
+#: the one number first: with weights it is another one than the sum of the list
+_REWARDS = ("reward", "rewards")
 _TRAINED = ("tool_mask", "env_mask")
 _GROUP = ("group_id", "prompt_id", "uid")
 _NAMED = ("trajectory_id",)
@@ -51,8 +52,10 @@ def trl_rollout(row: Row) -> Rollout:
     answer = values.tokens(values.need(("completion_ids",), "token ids of the completion", _NO_IDS))
     prompt = prompt[_real(values, "prompt_mask", len(prompt))]
     real = _real(values, "completion_mask", len(answer))
-    trained = row.first_of(_TRAINED)
-    trains = real & values.mask(trained[0], len(answer)) if trained is not None else real
+    trains = real
+    for name in _TRAINED:
+        if row.values.get(name) is not None:
+            trains = trains & values.mask(name, len(answer))
     logprobs = values.need(
         _LOGPROBS, "log-probs of the policy that sampled, one per token of completion_ids",
         "keep them with the completions: a rollout function of TRL returns them as logprobs",
@@ -70,7 +73,8 @@ def trl_rollout(row: Row) -> Rollout:
         logprobs=values.numbers(logprobs, len(answer))[real],
         extra=extra,
         advantages=values.spread(_ADVANTAGES, real),
-        reward=values.total(reward[0]) if reward is not None else None,
+        # null or NaN: the function does not apply to the row
+        reward=values.total(reward[0], gaps=True) if reward is not None else None,
         name=values.identity(named[0]) if named is not None else "",
         group=_group(values, prompt, batch),
         batch=batch,

@@ -60,12 +60,11 @@ class Values:
             return self.numbers(name, len(real))[real]
         return np.full(int(real.sum()), self.total(name), np.float32)
 
-    def total(self, name: str) -> float:
-        """A number, or the sum of a list of them, in which NaN and null count nothing: TRL has them for a reward
-        function that does not apply."""
+    def total(self, name: str, *, gaps: bool = False) -> float:
+        """A number, or the sum of a list of them; `gaps`: NaN and null in a list count nothing."""
         value = self.row.values[name]
         items = value.tolist() if isinstance(value, np.ndarray) else value if isinstance(value, list) else [value]
-        numbers = [_finite(item) for item in items if item is not None and item == item]
+        numbers = [_finite(item) for item in items if not gaps or (item is not None and item == item)]
         if not numbers or None in numbers:
             self._refuse(name, "a finite number, or a list of them", shown(items, 200))
         return math.fsum(number for number in numbers if number is not None)

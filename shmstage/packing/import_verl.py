@@ -5,7 +5,8 @@
 | `prompts`, or the front of `input_ids`    | `[p]`      | the prompt; padded on the left                       |
 | `responses`                               | `[r]`      | the answer; padded on the right                      |
 | `attention_mask`                          | `[p + r]`  | which tokens are no padding                          |
-| `response_mask`, `loss_mask`              | `[r]`      | which tokens of the answer train; else all real ones |
+| `response_mask`, `loss_mask`              | `[r]`      | which tokens of the answer train: those of all masks |
+|                                           |            | that are there; `loss_mask` may be `[p + r]`         |
 | `rollout_log_probs`, else `old_log_probs` | `[r]`      | `old_logprobs`: of the policy that sampled           |
 | `advantages`                              | `[r]` or 1 | `advantages`                                         |
 | `token_level_rewards`, `rm_scores`,       | `[r]` or 1 | the reward: their sum                                |
@@ -84,8 +85,7 @@ def _prompt(values: Values, answer: int) -> Int32:
 def _masks(values: Values, prompt: int, answer: int) -> tuple[Bools, Bools, Bools]:
     """Which tokens of the prompt are real, which of the answer, and which of those train."""
     row = values.row
-    trained = row.first_of(_MASKS)
-    trains = values.mask(trained[0], answer) if trained is not None else None
+    trains = _trained(values, prompt, answer)
     if row.values.get("attention_mask") is not None:
         real = values.mask("attention_mask", prompt + answer)
         real_prompt, real_answer = real[:prompt], real[prompt:]
@@ -100,3 +100,15 @@ def _masks(values: Values, prompt: int, answer: int) -> tuple[Bools, Bools, Bool
         if trains is not None:
             real_answer[int(np.flatnonzero(trains)[-1]) + 1 if trains.any() else 0 :] = False
     return real_prompt, real_answer, real_answer if trains is None else trains & real_answer
+
+
+def _trained(values: Values, prompt: int, answer: int) -> Bools | None:
+    # of dialogues with tools verl 0.4 keeps both: its response_mask has the tool's tokens, its loss_mask has not, and
+    # has the prompt in front
+    masks = []
+    for name in _MASKS:
+        given = values.row.values.get(name)
+        if given is not None:
+            is_whole = prompt and isinstance(given, (list, np.ndarray)) and len(given) == prompt + answer
+            masks.append(values.mask(name, prompt + answer)[prompt:] if is_whole else values.mask(name, answer))
+    return np.logical_and.reduce(masks) if masks else None

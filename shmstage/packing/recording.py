@@ -20,7 +20,7 @@ from typing import Any, final
 from shmstage.errors import BundleError, SettingsError, shown
 from shmstage.memory.locks import lock_exclusively
 from shmstage.packing.bundle import read_manifest, seal, write_bundle
-from shmstage.packing.bundle_files import appearing
+from shmstage.packing.bundle_files import appearing, sync_file
 from shmstage.packing.manifest import joined
 from shmstage.packing.trajectory import MAX_ID_CHARACTERS, Trajectory
 from shmstage.records import read_json, write_json
@@ -28,6 +28,8 @@ from shmstage.records import read_json, write_json
 #: what `provenance["format"]` says of a recorded bundle
 FORMAT = "recorded"
 WHOSE = "whose.json"
+#: safetensors holds the interpreter while it copies, 3 to 5 ms a MiB here: so long no other thread of the job runs
+SHARD_NBYTES = 8 << 20
 #: of the settings, what a micro-batch's plan depends on
 PLANNED_BY = ("rows", "tokens", "max_segments_per_row", "segment_align", "max_real_tokens")
 
@@ -36,7 +38,8 @@ PLANNED_BY = ("rows", "tokens", "max_segments_per_row", "segment_align", "max_re
 class Recording:
     """What has been recorded for the bundle at `path`. One process at a time; one thread but for `digest_of`.
 
-    Attribute `is_done`: the bundle is there already, made before the run was resumed.
+    Attribute `is_done`: something is at `path` already; `manifest`: of the bundle, once it is made, be it before the
+    run was resumed. None where what is there is not this run's.
     """
 
     def __init__(self, path: Path, whose: Mapping[str, Any], *, goes_on: bool) -> None:
@@ -46,6 +49,7 @@ class Recording:
         """
         self.path = path
         self.is_done = goes_on and os.path.lexists(path)
+        self.manifest = _manifest_of(path, whose.get("run")) if self.is_done else None
         self._parts: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._ids: set[str] = set()
         self._lock = -1
@@ -55,6 +59,9 @@ class Recording:
         check_is_free(path)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # what another run left in it is removed: nobody may have us do that to a directory of his choice
+            if self._folder.is_symlink():
+                raise BundleError(f"{self._folder} is a link; remove it, or choose another --record")
             self._lock = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if not lock_exclusively(self._lock):
                 raise BundleError(f"{path} is being recorded by a living run; choose another --record")
@@ -98,7 +105,7 @@ class Recording:
             renamed.append(trajectory.renamed(trajectory_id=name, group_id=group, batch_index=number))
         loss_tokens = sum(trajectory.loss_tokens for trajectory in renamed)
         provenance = {"step": step, "index": index, "digest": digest, "loss_tokens": loss_tokens}
-        written = write_bundle(self._part(step, index), renamed, provenance=provenance)
+        written = write_bundle(self._part(step, index), renamed, provenance=provenance, shard_nbytes=SHARD_NBYTES)
         self._parts[step, index] = written.manifest
 
     def finish(self, steps: Sequence[int], provenance: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -114,11 +121,12 @@ class Recording:
         }
         manifest = joined(list(found.values()), told, where=str(self.path))
         files = [self._part(*key) / shard["file"] for key, part in found.items() for shard in part["shards"]]
-        with appearing(self.path) as directory:
+        # in the folder, so that a kill leaves nothing that a successor does not remove
+        with appearing(self.path, made_in=self._folder) as directory:
             for file, shard in zip(files, manifest["shards"], strict=True):
                 _link(file, directory / shard["file"])
             seal(directory, manifest)
-        self.is_done = True
+        self.manifest, self.is_done = manifest, True
         self.forget()
         return manifest
 
@@ -154,7 +162,8 @@ class Recording:
             told = part["provenance"]
             self._parts[told["step"], told["index"]] = part
             self._ids.update(each["id"] for each in part["trajectories"])
-        write_json(self._folder / WHOSE, whose)
+        if not is_ours:  # a full disk does not end a run that is started again
+            write_json(self._folder / WHOSE, whose)
 
     def _whole(self, folder: Path) -> Mapping[str, Any] | None:
         """The manifest of a part that can be relied on."""
@@ -165,6 +174,17 @@ class Recording:
             return part if sizes and self._part(told["step"], told["index"]) == folder else None
         except (BundleError, OSError, KeyError, TypeError, ValueError):
             return None
+
+
+def _manifest_of(path: Path, run: object) -> Mapping[str, Any] | None:
+    """Of the bundle that the run recorded; None for everything else that may be there."""
+    try:
+        manifest = read_manifest(path)
+    except BundleError:
+        return None
+    told = manifest["provenance"]
+    is_ours = told.get("format") == FORMAT and told.get("run") == run and isinstance(told.get("steps"), list)
+    return manifest if is_ours else None
 
 
 def check_is_free(path: Path) -> None:
@@ -200,3 +220,4 @@ def _link(file: Path, to: Path) -> None:
         os.link(file, to, follow_symlinks=False)
     except OSError:  # not every file system has links
         shutil.copyfile(file, to, follow_symlinks=False)
+        sync_file(to)

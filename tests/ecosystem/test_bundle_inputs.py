@@ -159,6 +159,15 @@ def test_a_parquet_file_that_does_not_fit_is_refused_before_it_is_unpacked(
     assert asked[0] >= sum(4 * len(tokens) for tokens, _, _ in want()) > 0
 
 
+def test_equal_values_of_a_parquet_file_are_counted_as_they_are_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(import_parquet, "check_room", lambda nbytes, *texts: asked.append(nbytes))
+    next(import_parquet.parquet_rows(write(tmp_path / "x.parquet", [{"prompt_ids": [7] * 100_000}])))
+    assert asked[0] >= 8 * 100_000
+
+
 def test_objects_in_a_npz_file_are_refused_and_never_unpickled(tmp_path: Path) -> None:
     class Bomb:
         def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
@@ -177,6 +186,8 @@ def test_arrays_without_a_mask_are_refused_because_padding_cannot_be_told(tmp_pa
             del record[name]
         file = write(tmp_path / f"{name}.npz", records)
         refused(file, rf"{name}\.npz, row 1: wants {name}, by which padding is told")
+    np.savez(tmp_path / "ours.npz", **{name: array for name, array in OURS.items() if name != "length"})
+    refused(tmp_path / "ours.npz", r"ours\.npz, row 1: wants length, by which padding is told")
 
 
 def test_arrays_of_unequal_rows_are_refused(tmp_path: Path) -> None:
@@ -196,6 +207,12 @@ def test_a_header_that_claims_more_than_the_file_has_is_refused_before_memory_is
     with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
         archive.writestr("rewards.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode())
     refused(tmp_path / "x.npz", rf"rewards: float64\[{1 << 40}\] takes {8 << 40} bytes, there are 128")
+
+
+def test_rows_without_anything_in_them_are_refused_because_there_is_no_end_to_them(tmp_path: Path) -> None:
+    names = ("prompts", "responses", "attention_mask", "old_log_probs", "advantages")
+    np.savez(tmp_path / "x.npz", **{name: np.zeros((1 << 40, 0), np.int32) for name in names})  # type: ignore[arg-type]
+    refused(tmp_path / "x.npz", rf"prompts: int32\[{1 << 40}, 0\] has nothing in a row; leave it out")
 
 
 def test_a_torn_npz_file_is_refused(tmp_path: Path) -> None:

@@ -205,6 +205,27 @@ def test_a_successor_completes_what_was_begun(tmp_path: Path, recorder: Callable
     assert replayed(settings) == [digest_of(each) for each in microbatches[2:6]]
 
 
+def test_a_successor_tells_what_was_recorded_before_it(tmp_path: Path, recorder: Callable[..., Recorder]) -> None:
+    settings = made(tmp_path)
+    one = recorder(settings)
+    feed(one, planned(settings), 2)
+    told = summary(one)
+    assert told["recorded"]["steps"] == [2, 3]
+    assert summary(recorder(settings.model_copy(update={"resume": True}))) == told
+
+
+def test_what_somebody_else_put_there_is_not_taken_for_a_recording(
+    tmp_path: Path, recorder: Callable[..., Recorder]
+) -> None:
+    settings = made(tmp_path, resume=True)
+    (tmp_path / "recorded").mkdir()
+    one = recorder(settings)
+    feed(one, planned(settings), 2)
+    told = summary(one)
+    assert told["recorded"]["steps"] == []
+    assert "recorded is not what this run recorded, which records nothing" in told["warnings"][0]
+
+
 def test_a_step_of_which_a_kill_lost_a_part_is_left_out(tmp_path: Path, recorder: Callable[..., Recorder]) -> None:
     settings = made(tmp_path)
     microbatches = planned(settings)
@@ -341,6 +362,44 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end_of_the_run(
     stuck.goes.set()
     one._thread.join(WAIT_S)
     assert not (tmp_path / "recorded").exists()
+
+
+def test_the_end_of_the_run_waits_for_the_disk_once(
+    tmp_path: Path, recorder: Callable[..., Recorder], stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = made(tmp_path)
+    one = recorder(settings, close_s=0.01)
+    feed(one, planned(settings), 2)
+    waits: list[float | None] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(one._thread, "join", waits.append)
+        summary(one)
+        one.ended_by(None, None, None)
+    assert waits == [0.01, 0.0]
+
+
+def test_a_full_disk_with_the_log_on_it_ends_the_recording_only(
+    tmp_path: Path, recorder: Callable[..., Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    settings = made(tmp_path)
+    one = recorder(settings, waiting_nbytes=1)
+    monkeypatch.setattr(Recording, "write", full)
+    microbatches = planned(settings)
+    one.begin(2)
+    with open("/dev/full", "w") as log, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", log)
+        one.packed(microbatches[2], handle(microbatches[2], 2, 0))
+        wait_until_written(one)
+        one.packed(microbatches[3], handle(microbatches[3], 2, 1))
+        one.packed(microbatches[4], handle(microbatches[4], 3, 0))
+        assert one._held_nbytes == 0
+        assert one._thread.is_alive()
+        with pytest.raises(OSError, match="No space left"):
+            log.close()
+    assert "No space left on device" in summary(one)["warnings"][0]
 
 
 def test_a_full_disk_ends_the_recording_only(

@@ -103,6 +103,15 @@ def test_without_a_response_mask_every_real_token_of_the_answer_trains(imported:
     assert trajectory.loss_mask.tolist() == [0, 0, 1, 1, 1]
 
 
+@pytest.mark.parametrize("response_mask", [[1, 1, 1, 0], ...])
+@pytest.mark.parametrize("loss_mask", [[0, 0, 0, 0, 1, 0, 1, 0], [1, 0, 1, 0]])
+def test_a_loss_mask_takes_out_what_a_tool_said_whatever_the_response_mask_has(
+    imported: Import, loss_mask: list[int], response_mask: Any
+) -> None:
+    (trajectory,) = of(imported(verl(loss_mask=loss_mask, response_mask=response_mask), advantages="rewards"))
+    assert trajectory.loss_mask.tolist() == [0, 0, 1, 0, 1]
+
+
 def test_rewards_of_a_uid_become_normalised_advantages(imported: Import) -> None:
     scores = [0.0, 1.0, 1.0]
     records = [verl(token_level_rewards=[0, score, 0, 0]) for score in scores]
@@ -179,6 +188,11 @@ def test_rewards_of_several_functions_are_summed_and_those_that_do_not_apply_lef
     assert of(found)[0].advantages.tolist() == [0, 0, 1.5, 1.5]
 
 
+def test_the_reward_that_was_made_of_several_comes_before_their_sum(imported: Import) -> None:
+    found = imported(trl(rewards=[1.0, 1.0], reward=0.25), advantages="rewards")
+    assert of(found)[0].advantages.tolist() == [0, 0, 0.25, 0.25]
+
+
 def test_without_a_group_id_the_answers_of_one_step_to_one_prompt_are_a_group(imported: Import) -> None:
     records = [trl(step=step, rewards=reward) for step, reward in ((1, 0), (1, 1), (2, 5), (2, 5))]
     found = imported(*records)
@@ -225,6 +239,7 @@ WRONG = [
     (verl(responses=[[7], [8], [9], [0]]), r"responses wants a list of one value per token, got \[7\] at \[0\]"),
     (verl(token_level_rewards=...), "wants token_level_rewards .or advantages., got neither"),
     (verl(token_level_rewards=[None]), "token_level_rewards wants a finite number, or a list of them"),
+    (verl(token_level_rewards=[0.0, None, 1.0, 0.0]), "token_level_rewards wants a finite number, or a list of them"),
     (verl(token_level_rewards="1"), "token_level_rewards wants a finite number, or a list of them, got .'1'"),
     (verl(token_level_rewards=10**400), "token_level_rewards wants a finite number"),
     (verl(uid=...), "wants uid, the same for all answers to one prompt, got none; .*--advantages rewards"),

@@ -73,6 +73,15 @@ def test_routing_that_waits_packed_is_recorded_as_it_came(path: Path, recording:
     assert found.digest == given.digest
 
 
+def test_shards_are_small_since_the_job_stands_still_while_one_is_encoded(
+    path: Path, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SHARD_NBYTES", 1)
+    recording.write(7, 0, 0, some("a", "b"), "d0")
+    recording.finish([7], {})
+    assert [shard["trajectories"] for shard in read_bundle(path).manifest["shards"]] == [1, 1]
+
+
 def test_a_replay_gets_trajectories_in_the_order_of_their_arrival_whatever_their_groups_are_called(
     path: Path, recording: Recording
 ) -> None:
@@ -113,6 +122,20 @@ def test_a_successor_goes_on_with_what_is_there(path: Path, recording: Recording
     successor.write(7, 1, 1, some("a"), "d1")
     successor.finish([7], {})
     assert [t.trajectory_id for t in read_bundle(path).trajectories] == ["a", "b", "7.1.0 a"]
+    successor.close()
+
+
+def test_a_successor_goes_on_when_the_disk_is_full(
+    path: Path, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    recording.write(7, 0, 0, some("a"), "d0")
+    recording.close()
+    monkeypatch.setattr(module, "write_json", full_disk)
+    successor = Recording(path, WHOSE, goes_on=True)
+    assert successor.digest_of(7, 0) == "d0"
     successor.close()
 
 
@@ -168,6 +191,25 @@ def test_a_bundle_that_cannot_be_made_leaves_its_parts_for_another_try(
     assert read_bundle(path).trajectories[0].trajectory_id == "a"
 
 
+def test_a_kill_while_the_bundle_is_made_leaves_nothing_that_a_successor_does_not_remove(
+    path: Path, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording.write(7, 0, 0, some("a"), "d0")
+    with monkeypatch.context() as patch:
+        # a kill runs no clean-up
+        patch.setattr(module, "seal", lambda *arguments: os.truncate(path, 0))
+        patch.setattr(shutil, "rmtree", lambda *arguments, **options: None)
+        with pytest.raises(BundleError):
+            recording.finish([7], {})
+    recording.close()
+    assert [entry.name for entry in path.parent.iterdir()] == [folder_of(path).name]
+    successor = Recording(path, WHOSE, goes_on=True)
+    assert len([entry for entry in folder_of(path).iterdir() if entry.is_dir()]) == 1
+    successor.finish([7], {})
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    successor.close()
+
+
 def test_on_a_file_system_without_links_shards_are_copied(
     path: Path, recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +242,14 @@ def test_two_living_runs_do_not_record_to_one_place(path: Path, recording: Recor
     with pytest.raises(BundleError, match="recorded is being recorded by a living run; choose another --record"):
         Recording(path, {**WHOSE, "run": "another"}, goes_on=False)
     assert recording.finish([7], {})["counts"]["trajectories"] == 1, "and the second one harmed nothing"
+
+
+def test_a_link_to_somebody_elses_directory_is_refused_and_nothing_in_it_is_removed(path: Path) -> None:
+    (path.parent / "theirs" / "precious").mkdir(parents=True)
+    folder_of(path).symlink_to(path.parent / "theirs")
+    with pytest.raises(BundleError, match="recorded.recording is a link; remove it, or choose another --record"):
+        Recording(path, WHOSE, goes_on=False)
+    assert (path.parent / "theirs" / "precious").exists()
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
