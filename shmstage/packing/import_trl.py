@@ -12,7 +12,8 @@
 | `advantages`, `advantage`                      | 1 or `[c]` | `advantages`                                         |
 | `reward`, else `rewards`                       | 1 or list  | the reward: one of each function, summed             |
 | `ref_per_token_logps`                          | `[c]`      | `ref_logprobs`                                       |
-| `group_id`, `prompt_id`, `uid`                 |            | the group; else the rows of a `step` with one prompt |
+| `group_id`, `prompt_id`, `uid`                 |            | the group, within its `step`; else the rows of a     |
+|                                                |            | `step` with one prompt                               |
 """
 
 from __future__ import annotations
@@ -95,7 +96,10 @@ def _real(values: Values, name: str, length: int) -> Bools:
 
 def _group(values: Values, prompt: Int32, batch: int | None) -> str:
     found = values.row.first_of(_GROUP)
-    if found is not None:
-        return values.identity(found[0])
-    digest = hashlib.sha256(prompt.tobytes()).hexdigest()[:16]
-    return f"prompt-{digest}" if batch is None else f"step-{batch}-prompt-{digest}"
+    name = values.identity(found[0]) if found is not None else f"prompt-{_digest(prompt)}"
+    # a prompt comes again in a later epoch, and its answers are then another group
+    return name if batch is None else f"step-{batch}-{name}"
+
+
+def _digest(prompt: Int32) -> str:
+    return hashlib.sha256(prompt.tobytes()).hexdigest()[:16]

@@ -86,19 +86,14 @@ def _masks(values: Values, prompt: int, answer: int) -> tuple[Bools, Bools, Bool
     """Which tokens of the prompt are real, which of the answer, and which of those train."""
     row = values.row
     trains = _trained(values, prompt, answer)
-    if row.values.get("attention_mask") is not None:
-        real = values.mask("attention_mask", prompt + answer)
-        real_prompt, real_answer = real[:prompt], real[prompt:]
-    elif row.is_padded:
+    if row.values.get("attention_mask") is None:
+        # verl pads whatever it keeps, and a padded prompt looks like a longer one
         row.refuse(
-            "wants attention_mask, by which padding is told from tokens: rows of an array are all of one length; save "
-            "it with the rest of the batch"
+            "wants attention_mask, by which padding is told from tokens; save it with the rest of the batch, or write "
+            f"{prompt + answer} ones where nothing is padded"
         )
-    else:
-        # a list of its own length per row; what comes behind the last trained token cannot matter
-        real_prompt, real_answer = np.ones(prompt, bool), np.ones(answer, bool)
-        if trains is not None:
-            real_answer[int(np.flatnonzero(trains)[-1]) + 1 if trains.any() else 0 :] = False
+    real = values.mask("attention_mask", prompt + answer)
+    real_prompt, real_answer = real[:prompt], real[prompt:]
     return real_prompt, real_answer, real_answer if trains is None else trains & real_answer
 
 

@@ -92,10 +92,17 @@ def test_the_prompt_is_the_front_of_input_ids_where_nothing_else_says_it(importe
     assert of(imported(given, advantages="rewards"))[0].tokens.tolist() == [5, 6, 7, 8, 9]
 
 
-def test_without_an_attention_mask_lists_are_as_long_as_they_are(imported: Import) -> None:
-    given = verl(prompts=[5, 6], attention_mask=..., response_mask=[1, 0, 1, 0])
-    (trajectory,) = of(imported(given, advantages="rewards"))
-    assert trajectory.tokens.tolist() == [5, 6, 7, 8, 9], "what comes behind the last trained token is left out"
+def test_without_an_attention_mask_a_padded_prompt_would_be_a_longer_one_and_is_refused(imported: Import) -> None:
+    with pytest.raises(TrajectoryError, match="wants attention_mask.*or write 8 ones where nothing is padded"):
+        imported(verl(attention_mask=...), advantages="rewards")
+
+
+def test_a_prompt_that_comes_again_in_another_step_is_another_group(imported: Import) -> None:
+    rewards = {3: (0, 1), 9: (1, 5)}
+    steps = [trl(prompt_id="p", step=step, rewards=each) for step, of_step in rewards.items() for each in of_step]
+    found = of(imported(*steps, advantages="centred"))
+    assert [each.group_id for each in found] == ["step-3-p"] * 2 + ["step-9-p"] * 2
+    assert [float(each.advantages[-1]) for each in found] == [-0.5, 0.5, -2.0, 2.0]
 
 
 def test_without_a_response_mask_every_real_token_of_the_answer_trains(imported: Import) -> None:
