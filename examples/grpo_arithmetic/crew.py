@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -35,6 +38,7 @@ class Crew:
     """
 
     def __init__(self, run_id: str, rollouts: Rollouts) -> None:
+        self._run_id = run_id
         self._rollouts = rollouts
         self._condition = threading.Condition()
         self._calls: deque[tuple[int, Mapping[str, Any]]] = deque()
@@ -42,6 +46,7 @@ class Crew:
         self._error: BaseException | None = None
         self._closed = False
         self._killed = False
+        self._workers: dict[str, _Worker] = {}
         self.restarts = 0
         self._threads = [
             threading.Thread(target=self._serve, args=(f"{run_id}-rollout-{index}",), name=f"rollout {index}")
@@ -68,12 +73,21 @@ class Crew:
             return None
 
     def close(self) -> None:
-        """End the processes, and wait for them; harmless twice."""
+        """End the processes, and wait for them: one that hangs is killed after `STOP_S`. Harmless twice."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
+        deadline = time.monotonic() + STOP_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._condition:
+            for worker in self._workers.values():  # whoever waits for it then sees that it is gone
+                worker.process.kill()
         for thread in self._threads:
             thread.join()
+        # a killed worker's lock as a reader of the run's weights. Not before: the pool of a trainer that died goes too,
+        # and until there is the next one a worker that is started again reads it
+        sweep(self._run_id)
 
     # --- a worker's thread ----------------------------------------------------------------------------------
 
@@ -83,7 +97,9 @@ class Crew:
             while (given := self._next()) is not None:
                 call, weights = given
                 try:
-                    worker = worker or _Worker(name, self._rollouts)
+                    if worker is None:
+                        worker = self._started(name)
+                        worker.attach(self._rollouts.call_timeout_s)
                     worker.send(call, weights)
                     if self._is_to_be_killed(call):
                         worker.process.kill()
@@ -104,6 +120,13 @@ class Crew:
         finally:
             if worker is not None:
                 worker.stop()
+
+    def _started(self, name: str) -> _Worker:
+        with self._condition:  # what is started is known to `close`, or not started any more
+            if self._closed:
+                raise PeerLostError(f"{name} is not started: the crew is closed")
+            worker = self._workers[name] = _Worker(name, self._rollouts)
+            return worker
 
     def _next(self) -> tuple[int, Mapping[str, Any]] | None:
         with self._condition:
@@ -132,9 +155,10 @@ class Crew:
 
 
 class _Worker:
-    """One process, ready for calls. Raises `PeerLostError` where it died, `WaitTimeoutError` where it hangs."""
+    """One process. Raises `PeerLostError` where it died, `WaitTimeoutError` where it hangs."""
 
     def __init__(self, name: str, rollouts: Rollouts) -> None:
+        """Started, not waited for: `attach` before the first call."""
         self.name = name
         here = str(Path(__file__).parents[1])
         environment = {
@@ -150,15 +174,21 @@ class _Worker:
             start_new_session=True,  # Ctrl-C is for the launcher; a worker ends with its input
         )  # fmt: skip
         self._consumer: Consumer | None = None
-        try:
-            assert self.process.stdout is not None
-            if self.process.stdout.readline() != "ready\n":
-                raise PeerLostError(f"{name} ended before it was ready, with exit code {self.process.wait(STOP_S)}")
-            self._consumer = Consumer(name)
-        except BaseException:
-            self.kill()
-            raise
-        print(f"{name} is process {self.process.pid}", flush=True)
+
+    def attach(self, timeout_s: float) -> None:
+        """Waits until it says that it is ready, then for its pool."""
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], timeout_s)[0]:
+            raise WaitTimeoutError(f"{self.name} was not ready within {timeout_s:g} s; raise call_timeout_s")
+        said = self.process.stdout.readline()
+        if not said:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_S)
+            raise PeerLostError(f"{self.name} ended before it was ready, with exit code {self.process.poll()}")
+        if said != "ready\n":
+            raise PeerLostError(f"{self.name} said {said!r} where 'ready' is due: nothing else may go to its stdout")
+        self._consumer = Consumer(self.name, timeout_s=STOP_S)
+        print(f"{self.name} is process {self.process.pid}", flush=True)
 
     def send(self, call: int, weights: Mapping[str, Any]) -> None:
         assert self.process.stdin is not None
@@ -176,11 +206,12 @@ class _Worker:
     def stop(self) -> None:
         """In good order: the end of its input, then of its stream."""
         try:
-            assert self.process.stdin is not None and self._consumer is not None
+            assert self.process.stdin is not None
             self.process.stdin.close()
-            while self._consumer.receive(STOP_S) is not None:
-                pass
-            self._consumer.close()
+            if self._consumer is not None:
+                while self._consumer.receive(STOP_S) is not None:
+                    pass
+                self._consumer.close()
             self.process.wait(STOP_S)
         except (ShmstageError, OSError, subprocess.TimeoutExpired) as error:
             print(f"{self.name} did not end in good order: {error}", flush=True)

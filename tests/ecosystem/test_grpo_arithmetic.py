@@ -31,6 +31,7 @@ from grpo_arithmetic.task import MAX_TOKENS, Rollouts, problem_of, shape_of  # n
 
 from shmstage import Group  # noqa: E402
 from shmstage.errors import RunFailedError, SettingsError, WaitTimeoutError  # noqa: E402
+from shmstage.memory.names import owned_objects  # noqa: E402
 from shmstage.packing.journal import Journal  # noqa: E402
 from shmstage.packing.plan import Planner, PlanSettings  # noqa: E402
 from shmstage.settings import BOUNDARIES  # noqa: E402
@@ -151,6 +152,50 @@ def test_a_killed_worker_is_started_again_and_its_prompts_are_given_to_another(
     assert names(disturbed) == names(undisturbed)
     assert digests(disturbed) == digests(undisturbed)
     assert "was lost at call 2 and is started again" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seed", "timeout_s", "said"),
+    [
+        (fake.HANGS_BEFORE_READY, 0.1, "was not ready within 0.1 s; raise call_timeout_s"),
+        (fake.SAYS_SOMETHING_ELSE, 100.0, "said .*banner.* where 'ready' is due"),
+    ],
+)
+def test_a_worker_that_never_is_ready_is_taken_for_dead(
+    seed: int, timeout_s: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"max_restarts": 0, "call_timeout_s": timeout_s, "workers": 1}
+    with source_of(monkeypatch, seed=seed, **limits) as source, pytest.raises(RunFailedError, match=said):
+        next(source.groups(0))
+
+
+@pytest.mark.slow
+def test_what_a_killed_reader_of_the_weights_leaves_is_removed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the summary counts it as leaked."""
+    run_id = publication(0)["run_id"]
+    reader = (
+        "import os, sys; from shmstage.memory.identity import ProcessIdentity;"
+        "identity = ProcessIdentity.create(sys.argv[1], 'weights reader'); os.kill(os.getpid(), 9)"
+    )
+    with source_of(monkeypatch) as source:
+        next(source.groups(0))
+        subprocess.run([sys.executable, "-c", reader, run_id], check=False, timeout=60)
+        assert len(owned_objects(run_id)) == 1
+    assert owned_objects(run_id) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [fake.HANGS_BEFORE_READY, fake.HANGS_AT_EVERY_CALL])
+def test_closing_does_not_wait_for_a_worker_that_hangs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "STOP_S", 0.2)
+    with source_of(monkeypatch, seed=seed) as source:
+        got: list[list[Group]] = []
+        reading = threading.Thread(target=lambda: got.append(list(source.groups(0))))
+        reading.start()
+        source.close()
+        reading.join(30)
+    assert got == [[]]
 
 
 @pytest.mark.slow
