@@ -43,8 +43,9 @@ class Rollouts:
         least |= {"kill_at": -1, "group_size": 2, "weights_timeout_s": 0.001, "call_timeout_s": 0.001}
         for field in fields(self):
             value, low = getattr(self, field.name), least.get(field.name, 1)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= low:
-                raise SettingsError(f"source setting {field.name} = {value!r}: give a number of at least {low}")
+            kinds, said = ((int,), "a whole number") if field.type == "int" else ((int, float), "a number")
+            if type(value) not in kinds or not value >= low:
+                raise SettingsError(f"source setting {field.name} = {value!r}: give {said} of at least {low}")
         if self.prompts_per_batch % self.prompts_per_call:
             raise SettingsError(
                 f"prompts_per_batch = {self.prompts_per_batch} is no multiple of prompts_per_call = "

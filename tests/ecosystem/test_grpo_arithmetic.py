@@ -93,8 +93,11 @@ def test_what_cannot_fill_a_step_is_refused() -> None:
     ("settings", "said"),
     [
         ({"max_stalenes": 1}, "unknown source settings max_stalenes; known are .*max_staleness"),
-        ({"max_staleness": -1}, "max_staleness = -1: give a number of at least 0"),
-        ({"workers": "2"}, "workers = '2': give a number"),
+        ({"max_staleness": -1}, "max_staleness = -1: give a whole number of at least 0"),
+        ({"workers": "2"}, "workers = '2': give a whole number of at least 1"),
+        ({"workers": 2.5}, "workers = 2.5: give a whole number of at least 1"),
+        ({"seed": True}, "seed = True: give a whole number of at least 0"),
+        ({"stop_at": float("nan")}, "stop_at = nan: give a number of at least 0"),
         ({"prompts_per_call": 3}, "prompts_per_batch = 32 is no multiple of prompts_per_call = 3"),
     ],
 )
@@ -193,6 +196,8 @@ def test_closing_does_not_wait_for_a_worker_that_hangs(seed: int, monkeypatch: p
         got: list[list[Group]] = []
         reading = threading.Thread(target=lambda: got.append(list(source.groups(0))))
         reading.start()
+        while source._crew is None or not source._crew._workers:
+            threading.Event().wait(0.01)
         source.close()
         reading.join(30)
     assert got == [[]]
@@ -337,3 +342,14 @@ def test_bad_input_is_one_object_and_its_exit_code(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "holds a run" in json.loads(done.stdout)["error"]["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_bad_input_is_said_before_the_policy_is_warmed_up(tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    command = [sys.executable, str(TRAIN), "--json", "--out", str(tmp_path / "out"), "--policy", str(policy)]
+    done = subprocess.run([*command, "--prompts", "7"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "prompts_per_batch = 7" in json.loads(done.stdout)["error"]["text"]
+    assert "warming" not in done.stderr and not policy.exists()
