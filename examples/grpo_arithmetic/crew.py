@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,13 @@ class Crew:
     A call whose worker died is given to whoever is free: the answer depends on the call and its weights alone.
     """
 
-    def __init__(self, run_id: str, rollouts: Rollouts) -> None:
+    def __init__(self, run_id: str, rollouts: Rollouts, newest: Callable[[], Mapping[str, Any]]) -> None:
+        """`newest` is asked for the publication of weights that goes with a call, each time it is sent."""
         self._run_id = run_id
+        self._newest = newest
         self._rollouts = rollouts
         self._condition = threading.Condition()
-        self._calls: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._calls: deque[int] = deque()
         self._answers: dict[int, Answer] = {}
         self._error: BaseException | None = None
         self._closed = False
@@ -56,10 +58,10 @@ class Crew:
             thread.daemon = True
             thread.start()
 
-    def ask(self, call: int, weights: Mapping[str, Any]) -> None:
-        """Have call `call` sampled with the newest of the weights that `weights` is a publication of."""
+    def ask(self, call: int) -> None:
+        """Have call `call` sampled with the newest weights there are."""
         with self._condition:
-            self._calls.append((call, weights))
+            self._calls.append(call)
             self._condition.notify_all()
 
     def answer(self, call: int) -> Answer | None:
@@ -94,13 +96,13 @@ class Crew:
     def _serve(self, name: str) -> None:
         worker: _Worker | None = None
         try:
-            while (given := self._next()) is not None:
-                call, weights = given
+            while (call := self._next()) is not None:
                 try:
                     if worker is None:
                         worker = self._started(name)
                         worker.attach(self._rollouts.call_timeout_s)
-                    worker.send(call, weights)
+                    # not those of when it was asked: their trainer may have died since, and its pool be gone
+                    worker.send(call, self._newest())
                     if self._is_to_be_killed(call):
                         worker.process.kill()
                     answer = worker.receive(self._rollouts.call_timeout_s)
@@ -108,7 +110,7 @@ class Crew:
                     if worker is not None:
                         worker.kill()
                     worker = None
-                    self._lost(name, call, weights, error)
+                    self._lost(name, call, error)
                     continue
                 with self._condition:
                     self._answers[call] = answer
@@ -128,7 +130,7 @@ class Crew:
             worker = self._workers[name] = _Worker(name, self._rollouts)
             return worker
 
-    def _next(self) -> tuple[int, Mapping[str, Any]] | None:
+    def _next(self) -> int | None:
         with self._condition:
             self._condition.wait_for(lambda: self._closed or self._error is not None or self._calls)
             return None if self._closed or self._error is not None else self._calls.popleft()
@@ -139,7 +141,7 @@ class Crew:
             self._killed = self._killed or now
             return now
 
-    def _lost(self, name: str, call: int, weights: Mapping[str, Any], error: Exception) -> None:
+    def _lost(self, name: str, call: int, error: Exception) -> None:
         with self._condition:
             if self._closed:
                 return
@@ -150,7 +152,7 @@ class Crew:
                     f"max_restarts = {self._rollouts.max_restarts}; what it said is in orchestrator.log"
                 )
             print(f"{name} was lost at call {call} and is started again: {error}", flush=True)
-            self._calls.appendleft((call, weights))
+            self._calls.appendleft(call)
             self._condition.notify_all()
 
 

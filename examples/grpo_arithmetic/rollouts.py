@@ -65,7 +65,7 @@ class RolloutSource:
                 return
             calls = range(batch * per_batch, (batch + 1) * per_batch)
             for call in calls:
-                crew.ask(call, weights)
+                crew.ask(call)
             rewards = []
             for call in calls:
                 answer = crew.answer(call)
@@ -111,8 +111,12 @@ class RolloutSource:
     def _crew_of(self, run_id: str) -> Crew | None:
         with self._condition:
             if self._crew is None and not self._closed:
-                self._crew = Crew(run_id, self._rollouts)
+                self._crew = Crew(run_id, self._rollouts, self._newest)
             return self._crew
+
+    def _newest(self) -> dict[str, Any]:
+        assert self._weights is not None  # nothing is asked before there are some
+        return self._weights
 
     def _groups_of(self, batch: int, call: int, answer: Answer) -> Iterator[Group]:
         got, version = (int(number) for number in answer["call_and_version"])

@@ -174,6 +174,21 @@ def test_a_worker_that_never_is_ready_is_taken_for_dead(
 
 
 @pytest.mark.slow
+def test_prompts_of_a_killed_worker_are_sampled_with_the_newest_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were the newest when it was asked can be gone, with the trainer that published them."""
+    with source_of(monkeypatch, kill_at=5) as source:
+        lost = crew.Crew._lost
+
+        def published_meanwhile(*arguments: Any) -> None:
+            source.on_weights(publication(1))
+            lost(*arguments)
+
+        monkeypatch.setattr(crew.Crew, "_lost", published_meanwhile)
+        groups = list(islice(source.groups(0), 6))
+    assert [group.trajectories[0].policy_version for group in groups] == [0, 0, 0, 0, 1, 1]
+
+
+@pytest.mark.slow
 def test_what_a_killed_reader_of_the_weights_leaves_is_removed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the summary counts it as leaked."""
     run_id = publication(0)["run_id"]
