@@ -101,10 +101,11 @@ class Crew:
                     if worker is None:
                         worker = self._started(name)
                         worker.attach(self._rollouts.call_timeout_s)
-                    # not those of when it was asked: their trainer may have died since, and its pool be gone
-                    worker.send(call, self._newest())
                     if self._is_to_be_killed(call):
                         worker.process.kill()
+                        worker.process.wait()  # or it could be quick enough to answer
+                    # not those of when it was asked: their trainer may have died since, and its pool be gone
+                    worker.send(call, self._newest())
                     answer = worker.receive(self._rollouts.call_timeout_s)
                 except (PeerLostError, WaitTimeoutError, OSError) as error:
                     if worker is not None:
