@@ -2,7 +2,8 @@
 
 Step k trains batch k-1, and nothing else (`task.shape_of`). With `max_staleness` = n, batch b is sampled with weights
 of version >= b-n; it waits until there are some. With 0 that is version b exactly, so that everything that is trained
-follows from the seed, whoever samples it and whatever dies. No jax: the orchestrator runs it.
+follows from the seed, whoever samples it and whatever dies; how long it is trained, too, unless the orchestrator dies:
+the next one counts `stop_after` anew. No jax: the orchestrator runs it.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ class RolloutSource:
                 raise WaitTimeoutError(
                     f"batch {batch} waited {self._rollouts.weights_timeout_s:g} s for weights of version {oldest}, the "
                     f"newest is {newest}: is a batch of {self._rollouts.trajectories} trajectories exactly one step "
-                    "(rows x max_segments_per_row x microbatches_per_step)? Or raise weights_timeout_s"
+                    "(rows x max_segments_per_row x microbatches_per_step), and order prompt_batch? Or raise "
+                    "weights_timeout_s"
                 )
             return None if self._closed else self._weights
 
