@@ -100,13 +100,13 @@ def main(argv: Sequence[str]) -> int:
     given = arguments(argv)
     try:
         summary = train(given, given.out)
-    except ShmstageError as error:
+    except (ShmstageError, KeyboardInterrupt) as raised:
+        # `run` has signal handlers of its own, the warm-up has none
+        error = raised if isinstance(raised, ShmstageError) else StoppedError("stopped by SIGINT")
         if given.json:
             print(json.dumps({"error": {"kind": type(error).__name__, "text": str(error)}}))
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return getattr(error, "exit_code", RunFailedError.exit_code)
-    except KeyboardInterrupt:  # in the warm-up; `run` has signal handlers of its own
-        return StoppedError.exit_code
     if given.json:
         print(json.dumps(summary))
     curve = summary["reward"]
