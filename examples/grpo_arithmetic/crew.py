@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from grpo_arithmetic.task import Rollouts
+from grpo_arithmetic.task import NO_WEIGHTS, Rollouts
 
 from shmstage import Consumer
 from shmstage.errors import PeerLostError, RunFailedError, ShmstageError, WaitTimeoutError
@@ -29,6 +29,7 @@ Answer = dict[str, np.ndarray[Any, Any]]
 #: the module; a test puts another in its place
 WORKER = "grpo_arithmetic.worker"
 STOP_S = 10.0
+ASK_AGAIN_S = 0.2
 
 
 class Crew:
@@ -49,6 +50,7 @@ class Crew:
         self._closed = False
         self._killed = False
         self._workers: dict[str, _Worker] = {}
+        self._without_weights: dict[int, float] = {}
         self.restarts = 0
         self._threads = [
             threading.Thread(target=self._serve, args=(f"{run_id}-rollout-{index}",), name=f"rollout {index}")
@@ -113,6 +115,9 @@ class Crew:
                     worker = None
                     self._lost(name, call, error)
                     continue
+                if answer["call_and_version"][1] == NO_WEIGHTS:
+                    self._ask_again(call)
+                    continue
                 with self._condition:
                     self._answers[call] = answer
                     self._condition.notify_all()
@@ -141,6 +146,19 @@ class Crew:
             now = not self._killed and call == self._rollouts.kill_at // self._rollouts.prompts_per_call
             self._killed = self._killed or now
             return now
+
+    def _ask_again(self, call: int) -> None:
+        """In a while, when the trainer that is started again may have published."""
+        with self._condition:
+            began = self._without_weights.setdefault(call, time.monotonic())
+            if time.monotonic() - began > self._rollouts.weights_timeout_s:
+                raise WaitTimeoutError(
+                    f"call {call} waited {self._rollouts.weights_timeout_s:g} s for weights that can be read; the last "
+                    f"ones were of version {self._newest()['version']}; see trainer.log, or raise weights_timeout_s"
+                )
+            self._condition.wait_for(lambda: self._closed, ASK_AGAIN_S)
+            self._calls.appendleft(call)
+            self._condition.notify_all()
 
     def _lost(self, name: str, call: int, error: Exception) -> None:
         with self._condition:

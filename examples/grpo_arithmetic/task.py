@@ -14,6 +14,8 @@ from shmstage.errors import SettingsError
 #: `5a+4=` and `a+4=9;`, and one token that a policy may waste
 MAX_TOKENS = 12
 SEGMENTS_PER_ROW = 4
+#: a worker's version for an answer without rollouts: the pool is gone, with its trainer, and there is no other one yet
+NO_WEIGHTS = -1
 
 
 @dataclass(frozen=True)

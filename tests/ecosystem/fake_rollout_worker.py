@@ -7,12 +7,12 @@ import os
 import sys
 import time
 
-from grpo_arithmetic.task import fields_of, rollouts_of
+from grpo_arithmetic.task import NO_WEIGHTS, fields_of, rollouts_of
 
 from shmstage import Producer
 
 DIES_AT_EVERY_CALL, NEVER_READY, SAMPLES_WITH_OLD_WEIGHTS, ANSWERS_ANOTHER_CALL = 101, 102, 103, 104
-HANGS_BEFORE_READY, HANGS_AT_EVERY_CALL, SAYS_SOMETHING_ELSE = 105, 106, 107
+HANGS_BEFORE_READY, HANGS_AT_EVERY_CALL, SAYS_SOMETHING_ELSE, CANNOT_READ_VERSION_0 = 105, 106, 107, 108
 #: longer than any test waits
 FOR_EVER_S = 600
 
@@ -40,6 +40,8 @@ def main() -> None:
             call_off = rollouts.seed == ANSWERS_ANOTHER_CALL
             too_old = 2 * (rollouts.seed == SAMPLES_WITH_OLD_WEIGHTS)
             views["call_and_version"][:] = call + call_off, version - too_old
+            if rollouts.seed == CANNOT_READ_VERSION_0 and not version and call >= 2:
+                views["call_and_version"][1] = NO_WEIGHTS
             views["tokens"][...] = 7 + call
             views["length"][...] = 5
             views["prompt_length"][...] = 2

@@ -189,6 +189,27 @@ def test_prompts_of_a_killed_worker_are_sampled_with_the_newest_weights(monkeypa
 
 
 @pytest.mark.slow
+def test_weights_whose_trainer_died_are_waited_for_and_not_a_workers_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, Any] = {"seed": fake.CANNOT_READ_VERSION_0, "max_restarts": 0}
+    said = r"call [23] waited 0\.001 s for weights that can be read"
+    with (
+        source_of(monkeypatch, **limits, weights_timeout_s=0.001) as source,
+        pytest.raises(WaitTimeoutError, match=said),
+    ):
+        list(islice(source.groups(0), 8))
+    with source_of(monkeypatch, **limits) as source:
+        ask_again = crew.Crew._ask_again
+
+        def published_meanwhile(*arguments: Any) -> None:
+            source.on_weights(publication(1))
+            ask_again(*arguments)
+
+        monkeypatch.setattr(crew.Crew, "_ask_again", published_meanwhile)
+        groups = list(islice(source.groups(0), 8))
+    assert [group.trajectories[0].policy_version for group in groups] == [0] * 4 + [1] * 4
+
+
+@pytest.mark.slow
 def test_what_a_killed_reader_of_the_weights_leaves_is_removed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the summary counts it as leaked."""
     run_id = publication(0)["run_id"]
