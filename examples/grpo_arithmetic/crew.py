@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from grpo_arithmetic.task import Rollouts
+from grpo_arithmetic.task import NO_WEIGHTS, Rollouts
 
 from shmstage import Consumer
 from shmstage.errors import PeerLostError, RunFailedError, ShmstageError, WaitTimeoutError
@@ -26,6 +29,7 @@ Answer = dict[str, np.ndarray[Any, Any]]
 #: the module; a test puts another in its place
 WORKER = "grpo_arithmetic.worker"
 STOP_S = 10.0
+ASK_AGAIN_S = 0.2
 
 
 class Crew:
@@ -34,14 +38,19 @@ class Crew:
     A call whose worker died is given to whoever is free: the answer depends on the call and its weights alone.
     """
 
-    def __init__(self, run_id: str, rollouts: Rollouts) -> None:
+    def __init__(self, run_id: str, rollouts: Rollouts, newest: Callable[[], Mapping[str, Any]]) -> None:
+        """`newest` is asked for the publication of weights that goes with a call, each time it is sent."""
+        self._run_id = run_id
+        self._newest = newest
         self._rollouts = rollouts
         self._condition = threading.Condition()
-        self._calls: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._calls: deque[int] = deque()
         self._answers: dict[int, Answer] = {}
         self._error: BaseException | None = None
         self._closed = False
         self._killed = False
+        self._workers: dict[str, _Worker] = {}
+        self._without_weights: dict[int, float] = {}
         self.restarts = 0
         self._threads = [
             threading.Thread(target=self._serve, args=(f"{run_id}-rollout-{index}",), name=f"rollout {index}")
@@ -51,10 +60,10 @@ class Crew:
             thread.daemon = True
             thread.start()
 
-    def ask(self, call: int, weights: Mapping[str, Any]) -> None:
-        """Have call `call` sampled with the newest of the weights that `weights` is a publication of."""
+    def ask(self, call: int) -> None:
+        """Have call `call` sampled with the newest weights there are."""
         with self._condition:
-            self._calls.append((call, weights))
+            self._calls.append(call)
             self._condition.notify_all()
 
     def answer(self, call: int) -> Answer | None:
@@ -68,31 +77,46 @@ class Crew:
             return None
 
     def close(self) -> None:
-        """End the processes, and wait for them; harmless twice."""
+        """End the processes, and wait for them: one that hangs is killed after `STOP_S`. Harmless twice."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
+        deadline = time.monotonic() + STOP_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._condition:
+            for worker in self._workers.values():  # whoever waits for it then sees that it is gone
+                worker.process.kill()
         for thread in self._threads:
             thread.join()
+        # a killed worker's lock as a reader of the run's weights. Not before: the pool of a trainer that died goes too,
+        # and until there is the next one a worker that is started again reads it
+        sweep(self._run_id)
 
     # --- a worker's thread ----------------------------------------------------------------------------------
 
     def _serve(self, name: str) -> None:
         worker: _Worker | None = None
         try:
-            while (given := self._next()) is not None:
-                call, weights = given
+            while (call := self._next()) is not None:
                 try:
-                    worker = worker or _Worker(name, self._rollouts)
-                    worker.send(call, weights)
+                    if worker is None:
+                        worker = self._started(name)
+                        worker.attach(self._rollouts.call_timeout_s)
                     if self._is_to_be_killed(call):
                         worker.process.kill()
+                        worker.process.wait()  # or it could be quick enough to answer
+                    # not those of when it was asked: their trainer may have died since, and its pool be gone
+                    worker.send(call, self._newest())
                     answer = worker.receive(self._rollouts.call_timeout_s)
                 except (PeerLostError, WaitTimeoutError, OSError) as error:
                     if worker is not None:
                         worker.kill()
                     worker = None
-                    self._lost(name, call, weights, error)
+                    self._lost(name, call, error)
+                    continue
+                if answer["call_and_version"][1] == NO_WEIGHTS:
+                    self._ask_again(call)
                     continue
                 with self._condition:
                     self._answers[call] = answer
@@ -105,7 +129,14 @@ class Crew:
             if worker is not None:
                 worker.stop()
 
-    def _next(self) -> tuple[int, Mapping[str, Any]] | None:
+    def _started(self, name: str) -> _Worker:
+        with self._condition:  # what is started is known to `close`, or not started any more
+            if self._closed:
+                raise PeerLostError(f"{name} is not started: the crew is closed")
+            worker = self._workers[name] = _Worker(name, self._rollouts)
+            return worker
+
+    def _next(self) -> int | None:
         with self._condition:
             self._condition.wait_for(lambda: self._closed or self._error is not None or self._calls)
             return None if self._closed or self._error is not None else self._calls.popleft()
@@ -116,7 +147,20 @@ class Crew:
             self._killed = self._killed or now
             return now
 
-    def _lost(self, name: str, call: int, weights: Mapping[str, Any], error: Exception) -> None:
+    def _ask_again(self, call: int) -> None:
+        """In a while, when the trainer that is started again may have published."""
+        with self._condition:
+            began = self._without_weights.setdefault(call, time.monotonic())
+            if time.monotonic() - began > self._rollouts.weights_timeout_s:
+                raise WaitTimeoutError(
+                    f"call {call} waited {self._rollouts.weights_timeout_s:g} s for weights that can be read; the last "
+                    f"ones were of version {self._newest()['version']}; see trainer.log, or raise weights_timeout_s"
+                )
+            self._condition.wait_for(lambda: self._closed, ASK_AGAIN_S)
+            self._calls.appendleft(call)
+            self._condition.notify_all()
+
+    def _lost(self, name: str, call: int, error: Exception) -> None:
         with self._condition:
             if self._closed:
                 return
@@ -127,14 +171,15 @@ class Crew:
                     f"max_restarts = {self._rollouts.max_restarts}; what it said is in orchestrator.log"
                 )
             print(f"{name} was lost at call {call} and is started again: {error}", flush=True)
-            self._calls.appendleft((call, weights))
+            self._calls.appendleft(call)
             self._condition.notify_all()
 
 
 class _Worker:
-    """One process, ready for calls. Raises `PeerLostError` where it died, `WaitTimeoutError` where it hangs."""
+    """One process. Raises `PeerLostError` where it died, `WaitTimeoutError` where it hangs."""
 
     def __init__(self, name: str, rollouts: Rollouts) -> None:
+        """Started, not waited for: `attach` before the first call."""
         self.name = name
         here = str(Path(__file__).parents[1])
         environment = {
@@ -150,15 +195,21 @@ class _Worker:
             start_new_session=True,  # Ctrl-C is for the launcher; a worker ends with its input
         )  # fmt: skip
         self._consumer: Consumer | None = None
-        try:
-            assert self.process.stdout is not None
-            if self.process.stdout.readline() != "ready\n":
-                raise PeerLostError(f"{name} ended before it was ready, with exit code {self.process.wait(STOP_S)}")
-            self._consumer = Consumer(name)
-        except BaseException:
-            self.kill()
-            raise
-        print(f"{name} is process {self.process.pid}", flush=True)
+
+    def attach(self, timeout_s: float) -> None:
+        """Waits until it says that it is ready, then for its pool."""
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], timeout_s)[0]:
+            raise WaitTimeoutError(f"{self.name} was not ready within {timeout_s:g} s; raise call_timeout_s")
+        said = self.process.stdout.readline()
+        if not said:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_S)
+            raise PeerLostError(f"{self.name} ended before it was ready, with exit code {self.process.poll()}")
+        if said != "ready\n":
+            raise PeerLostError(f"{self.name} said {said!r} where 'ready' is due: nothing else may go to its stdout")
+        self._consumer = Consumer(self.name, timeout_s=STOP_S)
+        print(f"{self.name} is process {self.process.pid}", flush=True)
 
     def send(self, call: int, weights: Mapping[str, Any]) -> None:
         assert self.process.stdin is not None
@@ -176,11 +227,12 @@ class _Worker:
     def stop(self) -> None:
         """In good order: the end of its input, then of its stream."""
         try:
-            assert self.process.stdin is not None and self._consumer is not None
+            assert self.process.stdin is not None
             self.process.stdin.close()
-            while self._consumer.receive(STOP_S) is not None:
-                pass
-            self._consumer.close()
+            if self._consumer is not None:
+                while self._consumer.receive(STOP_S) is not None:
+                    pass
+                self._consumer.close()
             self.process.wait(STOP_S)
         except (ShmstageError, OSError, subprocess.TimeoutExpired) as error:
             print(f"{self.name} did not end in good order: {error}", flush=True)

@@ -2,7 +2,8 @@
 
 Step k trains batch k-1, and nothing else (`task.shape_of`). With `max_staleness` = n, batch b is sampled with weights
 of version >= b-n; it waits until there are some. With 0 that is version b exactly, so that everything that is trained
-follows from the seed, whoever samples it and whatever dies. No jax: the orchestrator runs it.
+follows from the seed, whoever samples it and whatever dies; how long it is trained, too, unless the orchestrator dies:
+the next one counts `stop_after` anew. No jax: the orchestrator runs it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class RolloutSource:
                 return
             calls = range(batch * per_batch, (batch + 1) * per_batch)
             for call in calls:
-                crew.ask(call, weights)
+                crew.ask(call)
             rewards = []
             for call in calls:
                 answer = crew.answer(call)
@@ -104,15 +105,20 @@ class RolloutSource:
                 raise WaitTimeoutError(
                     f"batch {batch} waited {self._rollouts.weights_timeout_s:g} s for weights of version {oldest}, the "
                     f"newest is {newest}: is a batch of {self._rollouts.trajectories} trajectories exactly one step "
-                    "(rows x max_segments_per_row x microbatches_per_step)? Or raise weights_timeout_s"
+                    "(rows x max_segments_per_row x microbatches_per_step), and order prompt_batch? Or raise "
+                    "weights_timeout_s"
                 )
             return None if self._closed else self._weights
 
     def _crew_of(self, run_id: str) -> Crew | None:
         with self._condition:
             if self._crew is None and not self._closed:
-                self._crew = Crew(run_id, self._rollouts)
+                self._crew = Crew(run_id, self._rollouts, self._newest)
             return self._crew
+
+    def _newest(self) -> dict[str, Any]:
+        assert self._weights is not None  # nothing is asked before there are some
+        return self._weights
 
     def _groups_of(self, batch: int, call: int, answer: Answer) -> Iterator[Group]:
         got, version = (int(number) for number in answer["call_and_version"])

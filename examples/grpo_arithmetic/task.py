@@ -14,6 +14,8 @@ from shmstage.errors import SettingsError
 #: `5a+4=` and `a+4=9;`, and one token that a policy may waste
 MAX_TOKENS = 12
 SEGMENTS_PER_ROW = 4
+#: a worker's version for an answer without rollouts: the pool is gone, with its trainer, and there is no other one yet
+NO_WEIGHTS = -1
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,9 @@ class Rollouts:
         least |= {"kill_at": -1, "group_size": 2, "weights_timeout_s": 0.001, "call_timeout_s": 0.001}
         for field in fields(self):
             value, low = getattr(self, field.name), least.get(field.name, 1)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= low:
-                raise SettingsError(f"source setting {field.name} = {value!r}: give a number of at least {low}")
+            kinds, said = ((int,), "a whole number") if field.type == "int" else ((int, float), "a number")
+            if type(value) not in kinds or not value >= low:
+                raise SettingsError(f"source setting {field.name} = {value!r}: give {said} of at least {low}")
         if self.prompts_per_batch % self.prompts_per_call:
             raise SettingsError(
                 f"prompts_per_batch = {self.prompts_per_batch} is no multiple of prompts_per_call = "

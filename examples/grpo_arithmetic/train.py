@@ -26,7 +26,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ
 from grpo_arithmetic.table import Table, curve_of, plot  # noqa: E402
 from grpo_arithmetic.task import Rollouts, shape_of  # noqa: E402
 
-from shmstage.errors import RunFailedError, SettingsError, ShmstageError  # noqa: E402
+from shmstage.errors import RunFailedError, SettingsError, ShmstageError, StoppedError  # noqa: E402
 from shmstage.launch.run_directory import completed  # noqa: E402
 from shmstage.launch.single_host import run  # noqa: E402
 from shmstage.settings import BOUNDARIES, Settings  # noqa: E402
@@ -78,19 +78,16 @@ def train(given: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Everything; returns the summary, which is also in OUT, with the curve."""
     if (out / "checkpoints").exists():
         raise SettingsError(f"{out} holds a run; remove it or give another --out")
-    policy = given.policy or Path(tempfile.gettempdir()) / f"grpo-policy-{os.getuid()}-{os.getpid()}.safetensors"
-    try:
+    with tempfile.TemporaryDirectory(prefix="grpo-") as scratch:
+        policy = given.policy or Path(scratch, "policy.safetensors")
+        settings = settings_of(given, policy)  # what is wrong is said before the warm-up, not after it
         if not policy.exists():
             from grpo_arithmetic.engine import first_policy
 
             print("warming the policy up", file=sys.stderr, flush=True)
             first_policy(policy, given.seed)
-        settings = settings_of(given, policy)
         with Table(settings.out_dir, given.target, given.steps) as table:
             summary = run(settings, table, table.say)
-    finally:
-        if given.policy is None:
-            policy.unlink(missing_ok=True)
     summary["reward"] = curve = curve_of(summary["metrics"])
     recent = curve[-Rollouts().stop_after :]
     summary["reward_reached"] = sum(recent) / len(recent) >= given.target - 1e-6
@@ -103,7 +100,9 @@ def main(argv: Sequence[str]) -> int:
     given = arguments(argv)
     try:
         summary = train(given, given.out)
-    except ShmstageError as error:
+    except (ShmstageError, KeyboardInterrupt) as raised:
+        # `run` has signal handlers of its own, the warm-up has none
+        error = raised if isinstance(raised, ShmstageError) else StoppedError("stopped by SIGINT")
         if given.json:
             print(json.dumps({"error": {"kind": type(error).__name__, "text": str(error)}}))
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

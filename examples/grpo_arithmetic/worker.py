@@ -15,13 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 from grpo_arithmetic.engine import nested
-from grpo_arithmetic.task import MAX_TOKENS, Rollouts, fields_of, problem_of, rollouts_of
+from grpo_arithmetic.task import MAX_TOKENS, NO_WEIGHTS, Rollouts, fields_of, problem_of, rollouts_of
 
 from shmstage import Producer, WeightsReader
 from shmstage.demo.arithmetic import END, decode, encode, verify
 from shmstage.demo.model import Params
 from shmstage.demo.record import advantages_of
 from shmstage.demo.sampling import sample
+from shmstage.errors import PoolError
 
 
 def rolled_out(params: Params, version: int, call: int, rollouts: Rollouts) -> dict[str, np.ndarray[Any, Any]]:
@@ -52,15 +53,19 @@ def main() -> None:
         try:
             for line in sys.stdin:
                 request = json.loads(line)
-                if reader is None:
-                    reader = WeightsReader(request["weights"])
-                reader.follow(request["weights"])
+                slot = producer.acquire()
+                try:
+                    reader = reader or WeightsReader(request["weights"])
+                    reader.follow(request["weights"])
+                except PoolError as error:
+                    print(error, file=sys.stderr, flush=True)
+                    slot.views["call_and_version"][:] = request["call"], NO_WEIGHTS
+                    slot.publish()
+                    continue
                 with reader.take() as weights:
                     if weights.version != version:
                         version, params = weights.version, nested(weights.arrays)
-                found = rolled_out(params, version, request["call"], rollouts)
-                slot = producer.acquire()
-                for field, array in found.items():
+                for field, array in rolled_out(params, version, request["call"], rollouts).items():
                     slot.views[field][...] = array
                 slot.publish()
         finally:

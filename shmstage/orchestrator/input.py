@@ -93,19 +93,20 @@ class Input:
             ) from error
 
     def finish(self) -> None:
-        """Nothing more will be read: a source that waits for something need not. Idempotent."""
+        """Nothing more will be read: a source that waits for something need not. Idempotent.
+
+        What the source's close raises is said and ends nothing: all is trained, or there is a better reason already.
+        """
         close, self._close_source = self._close_source, None
         if close is not None:
-            close()
+            try:
+                close()
+            except Exception as error:
+                print(f"the source's close raised {type(error).__name__}: {error}; the run goes on", flush=True)
 
     def close(self) -> None:
         """End the source and close the journal; what is in it stays."""
-        try:
-            self.finish()
-        finally:
-            self._close_journal()
-
-    def _close_journal(self) -> None:
+        self.finish()
         if self._journaled is not None:
             self._journaled.journal.close()
 

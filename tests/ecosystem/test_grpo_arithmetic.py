@@ -31,6 +31,7 @@ from grpo_arithmetic.task import MAX_TOKENS, Rollouts, problem_of, shape_of  # n
 
 from shmstage import Group  # noqa: E402
 from shmstage.errors import RunFailedError, SettingsError, WaitTimeoutError  # noqa: E402
+from shmstage.memory.names import owned_objects  # noqa: E402
 from shmstage.packing.journal import Journal  # noqa: E402
 from shmstage.packing.plan import Planner, PlanSettings  # noqa: E402
 from shmstage.settings import BOUNDARIES  # noqa: E402
@@ -92,8 +93,11 @@ def test_what_cannot_fill_a_step_is_refused() -> None:
     ("settings", "said"),
     [
         ({"max_stalenes": 1}, "unknown source settings max_stalenes; known are .*max_staleness"),
-        ({"max_staleness": -1}, "max_staleness = -1: give a number of at least 0"),
-        ({"workers": "2"}, "workers = '2': give a number"),
+        ({"max_staleness": -1}, "max_staleness = -1: give a whole number of at least 0"),
+        ({"workers": "2"}, "workers = '2': give a whole number of at least 1"),
+        ({"workers": 2.5}, "workers = 2.5: give a whole number of at least 1"),
+        ({"seed": True}, "seed = True: give a whole number of at least 0"),
+        ({"stop_at": float("nan")}, "stop_at = nan: give a number of at least 0"),
         ({"prompts_per_call": 3}, "prompts_per_batch = 32 is no multiple of prompts_per_call = 3"),
     ],
 )
@@ -151,6 +155,88 @@ def test_a_killed_worker_is_started_again_and_its_prompts_are_given_to_another(
     assert names(disturbed) == names(undisturbed)
     assert digests(disturbed) == digests(undisturbed)
     assert "was lost at call 2 and is started again" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seed", "timeout_s", "said"),
+    [
+        (fake.HANGS_BEFORE_READY, 0.1, "was not ready within 0.1 s; raise call_timeout_s"),
+        (fake.SAYS_SOMETHING_ELSE, 100.0, "said .*banner.* where 'ready' is due"),
+    ],
+)
+def test_a_worker_that_never_is_ready_is_taken_for_dead(
+    seed: int, timeout_s: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"max_restarts": 0, "call_timeout_s": timeout_s, "workers": 1}
+    with source_of(monkeypatch, seed=seed, **limits) as source, pytest.raises(RunFailedError, match=said):
+        next(source.groups(0))
+
+
+@pytest.mark.slow
+def test_prompts_of_a_killed_worker_are_sampled_with_the_newest_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were the newest when it was asked can be gone, with the trainer that published them."""
+    with source_of(monkeypatch, kill_at=5) as source:
+        lost = crew.Crew._lost
+
+        def published_meanwhile(*arguments: Any) -> None:
+            source.on_weights(publication(1))
+            lost(*arguments)
+
+        monkeypatch.setattr(crew.Crew, "_lost", published_meanwhile)
+        groups = list(islice(source.groups(0), 6))
+    assert [group.trajectories[0].policy_version for group in groups] == [0, 0, 0, 0, 1, 1]
+
+
+@pytest.mark.slow
+def test_weights_whose_trainer_died_are_waited_for_and_not_a_workers_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, Any] = {"seed": fake.CANNOT_READ_VERSION_0, "max_restarts": 0}
+    said = r"call [23] waited 0\.001 s for weights that can be read"
+    with (
+        source_of(monkeypatch, **limits, weights_timeout_s=0.001) as source,
+        pytest.raises(WaitTimeoutError, match=said),
+    ):
+        list(islice(source.groups(0), 8))
+    with source_of(monkeypatch, **limits) as source:
+        ask_again = crew.Crew._ask_again
+
+        def published_meanwhile(*arguments: Any) -> None:
+            source.on_weights(publication(1))
+            ask_again(*arguments)
+
+        monkeypatch.setattr(crew.Crew, "_ask_again", published_meanwhile)
+        groups = list(islice(source.groups(0), 8))
+    assert [group.trajectories[0].policy_version for group in groups] == [0] * 4 + [1] * 4
+
+
+@pytest.mark.slow
+def test_what_a_killed_reader_of_the_weights_leaves_is_removed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the summary counts it as leaked."""
+    run_id = publication(0)["run_id"]
+    reader = (
+        "import os, sys; from shmstage.memory.identity import ProcessIdentity;"
+        "identity = ProcessIdentity.create(sys.argv[1], 'weights reader'); os.kill(os.getpid(), 9)"
+    )
+    with source_of(monkeypatch) as source:
+        next(source.groups(0))
+        subprocess.run([sys.executable, "-c", reader, run_id], check=False, timeout=60)
+        assert len(owned_objects(run_id)) == 1
+    assert owned_objects(run_id) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [fake.HANGS_BEFORE_READY, fake.HANGS_AT_EVERY_CALL])
+def test_closing_does_not_wait_for_a_worker_that_hangs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "STOP_S", 0.2)
+    with source_of(monkeypatch, seed=seed) as source:
+        got: list[list[Group]] = []
+        reading = threading.Thread(target=lambda: got.append(list(source.groups(0))))
+        reading.start()
+        while source._crew is None or not source._crew._workers:
+            threading.Event().wait(0.01)
+        source.close()
+        reading.join(30)
+    assert got == [[]]
 
 
 @pytest.mark.slow
@@ -292,3 +378,14 @@ def test_bad_input_is_one_object_and_its_exit_code(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "holds a run" in json.loads(done.stdout)["error"]["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_bad_input_is_said_before_the_policy_is_warmed_up(tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    command = [sys.executable, str(TRAIN), "--json", "--out", str(tmp_path / "out"), "--policy", str(policy)]
+    done = subprocess.run([*command, "--prompts", "7"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "prompts_per_batch = 7" in json.loads(done.stdout)["error"]["text"]
+    assert "warming" not in done.stderr and not policy.exists()

@@ -125,6 +125,15 @@ def test_a_source_is_ended_once(tmp_path: Path) -> None:
     assert sampler.closed == 1
 
 
+def test_what_close_raises_is_said_and_hides_no_other_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sampler = Sampler()
+    sampler.close = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    source = Input(sampler, sync(tmp_path))
+    source.finish()
+    source.close()
+    assert "the source's close raised ZeroDivisionError: division by zero; the run goes on" in capsys.readouterr().out
+
+
 def test_launch_refuses_a_source_that_waits_for_weights(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"a Sampler, waits for weights .* `shmstage run`"):
         SourceShare(Sampler(), 0, 1, tmp_path)
