@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -106,8 +107,9 @@ def run_file(out: Path) -> dict[str, Any]:
 def newest_checkpoint(out: Path) -> int | None:
     """The highest step that has a complete checkpoint in ``out``, ``12`` or ``12.npz``; ``None`` without any."""
     with contextlib.suppress(OSError):
-        steps = [name.partition(".")[0] for name in _checkpoints(out)]
-        return max((int(step) for step in steps if step.isdecimal()), default=None)
+        # not ``12.orbax-checkpoint-tmp``: what orbax has not finished carries the step, too
+        found = [re.fullmatch(r"([0-9]+)(\.\w+)?", name) for name in _checkpoints(out)]
+        return max((int(name[1]) for name in found if name), default=None)
     return None
 
 

@@ -66,7 +66,7 @@ def test_checkpoints_need_resume(name: str, tmp_path: Path) -> None:
 
 def test_the_newest_checkpoint_is_told_by_the_step_in_its_name(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
-    for name in ("2", "12.npz", "3.npz", ".partial-40", "best"):
+    for name in ("2", "12.npz", "3.npz", ".partial-40", "41.orbax-checkpoint-tmp", "best"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert newest_checkpoint(tmp_path) == 12
 
