@@ -62,7 +62,7 @@ def test_no_page_names_another_host_as_a_source(site: Path, html: list[Path]) ->
 
 @pytest.mark.slow
 def test_wrong_links_fail_the_build(tmp_path: Path) -> None:
-    for name in ("bench", "mkdocs.yml", "CHANGELOG.md"):
+    for name in ("bench", "examples", "mkdocs.yml", "CHANGELOG.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     _copy_with(tmp_path / "docs", "[x](no-such-page.md) [y](concepts.md#no-such-heading)\n")
     found = build(tmp_path / "site", tmp_path)
