@@ -70,8 +70,8 @@ def _is_helper(pid: int) -> bool:
 
 
 def _leaked(before: set[str]) -> set[str]:
-    """What is new and stays. What another test worker's children left is swept by that worker within its test."""
-    deadline = time.monotonic() + (30.0 if os.environ.get("PYTEST_XDIST_WORKER") else 0.0)
+    """What is new and stays. What another test worker's or run's children left is swept there, within its test."""
+    deadline = time.monotonic() + 30.0
     while True:
         left = {name for name in shared_memory_objects() - before if not _is_held_elsewhere(name)}
         if not left or time.monotonic() >= deadline:
