@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -22,7 +22,7 @@ from shmstage.orchestrator.resume import ResumeState, state_from_metadata
 from shmstage.orchestrator.site import Site
 from shmstage.orchestrator.step_lines import last_step, read_step_lines, roll_back
 from shmstage.orchestrator.summary import summarise
-from shmstage.packing.plan import PlanSettings
+from shmstage.packing.plan import Planner, PlanSettings
 from shmstage.packing.reference import Described
 from shmstage.packing.routing import is_encoded
 from shmstage.records import JsonLines, write_json
@@ -137,15 +137,9 @@ def _attempt(
     lines = list(read_step_lines(path))
     summary = summarise(lines)
     trained = sum(len(line["trajectory_ids"]) for line in lines if line["step"] >= first_step)
-    summary["warnings"] += site.warnings()
-    if planner.dropped or planner.skipped_empty:
-        text = f"not trained: {planner.dropped} over-long and {planner.skipped_empty} empty trajectories"
-        summary["warnings"].append(text)
-    if settings.routing_encoding != "dense" and site.first.routing is None:
-        text = f"routing_encoding = {settings.routing_encoding} has no effect: the input carries no routing"
-        summary["warnings"].append(text)
     return {
         **summary,
+        "warnings": [*summary["warnings"], *site.warnings(), *_warnings_of_input(settings, site, planner)],
         "run": settings.run,
         "ended_by": program.ended_by,
         "first_step": begun.first_step,
@@ -157,6 +151,13 @@ def _attempt(
         "compile_s": compile_s,
         **site.summary(trained),
     }
+
+
+def _warnings_of_input(settings: Settings, site: Site, planner: Planner) -> Iterator[str]:
+    if planner.dropped or planner.skipped_empty:
+        yield f"not trained: {planner.dropped} over-long and {planner.skipped_empty} empty trajectories"
+    if settings.routing_encoding != "dense" and site.first.routing is None:
+        yield f"routing_encoding = {settings.routing_encoding} has no effect: the input carries no routing"
 
 
 def check_engine_can(settings: Settings, optional: Sequence[str], layouts: Layouts) -> None:

@@ -79,7 +79,8 @@ class _Held:
     def late_views(self) -> Mapping[str, np.ndarray[Any, Any]]:
         return {}
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        """Nobody else writes here: what is held stays as it was copied."""
 
     def end(self) -> None:
         if not self.ended:

@@ -63,9 +63,12 @@ MUTANTS = (
     Mutant(
         "answers to one prompt in two steps are one group",
         "shmstage/packing/import_trl.py",
-        'return f"prompt-{digest}" if batch is None else f"step-{batch}-prompt-{digest}"',
-        'return f"prompt-{digest}"',
-        (f"{ROLLOUTS}::test_without_a_group_id_the_answers_of_one_step_to_one_prompt_are_a_group",),
+        'return name if batch is None else f"step-{batch}-{name}"',
+        "return name",
+        (
+            f"{ROLLOUTS}::test_without_a_group_id_the_answers_of_one_step_to_one_prompt_are_a_group",
+            f"{ROLLOUTS}::test_a_prompt_that_comes_again_in_another_step_is_another_group",
+        ),
     ),
     Mutant(
         "padded arrays are taken whole where a mask is missing",
