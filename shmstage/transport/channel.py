@@ -79,6 +79,11 @@ class Guard:
         self._pid = os.getpid()
         self._closed = False
 
+    @property
+    def forked(self) -> bool:
+        """True in a forked child of the process that opened the endpoint."""
+        return os.getpid() != self._pid
+
     def check(self) -> None:
         """Raises ``ForkedError`` or ``TransportError``; cheap enough for every call."""
         if os.getpid() != self._pid:
@@ -95,7 +100,7 @@ class Guard:
 
     def close(self) -> bool:
         """True the first time, in the process that opened the endpoint."""
-        first = not self._closed and os.getpid() == self._pid
+        first = not self._closed and not self.forked
         self._closed = True
         return first
 

@@ -89,6 +89,7 @@ class Producer:
             )
             undo.callback(self._pool.close)
             self._receiver = Receiver(self._channel, self._on_frame, name="shmstage-producer")
+            undo.callback(self._receiver.close)  # a user's interrupt may come while the thread starts
             self._receiver.start()
             undo.pop_all()
 

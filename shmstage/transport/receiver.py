@@ -96,7 +96,12 @@ class Receiver:
         return True
 
     def step_borrowed(self, timeout_s: float) -> int:
-        """``step`` for the borrower. An error ends the receiving, as it does on the thread."""
+        """``step`` for the borrower. An error ends the receiving, as it does on the thread.
+
+        Raises ``TransportError`` once another thread closes: it waits for the turn.
+        """
+        if self._stopping:
+            raise TransportError(f"{self._name} is closed")
         try:
             return self.step(timeout_s)
         except Exception as error:
@@ -119,16 +124,25 @@ class Receiver:
         return 1
 
     def close(self) -> None:
-        """Ends the thread and closes the channel. Raises ``WaitTimeoutError`` after 5 s; harmless twice."""
+        """Ends the thread and closes the channel, which nobody receives on by then, even if ``start`` was interrupted.
+
+        Raises ``WaitTimeoutError`` after 5 s; harmless twice and in a forked child.
+        """
         self._stopping = True
         self._closing.set()
-        thread = self._thread
-        if thread is not None and thread.is_alive():
+        if self._guard.forked:
+            return  # whoever held the turn at the fork holds it here for ever
+        # A thread that has not come to life yet asks whether to stop before it asks for the turn.
+        if self._turn.locked():
             self._channel.wake()
-            thread.join(_CLOSE_S)
-            if thread.is_alive():
-                raise WaitTimeoutError(f"{self._name} did not end within {_CLOSE_S} s of its close")
-        self._channel.close()
+        if not self._turn.acquire(timeout=_CLOSE_S):
+            raise WaitTimeoutError(f"{self._name} did not end within {_CLOSE_S} s of its close")
+        try:
+            self._channel.close()
+        finally:
+            self._turn.release()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         try:

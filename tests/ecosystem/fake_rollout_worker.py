@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
+import threading
 
 from grpo_arithmetic.task import NO_WEIGHTS, fields_of, rollouts_of
 
@@ -17,21 +17,25 @@ HANGS_BEFORE_READY, HANGS_AT_EVERY_CALL, SAYS_SOMETHING_ELSE, CANNOT_READ_VERSIO
 FOR_EVER_S = 600
 
 
+def hang() -> None:
+    threading.Event().wait(FOR_EVER_S)
+
+
 def main() -> None:
     name, rollouts = sys.argv[1], rollouts_of(json.loads(sys.argv[2]))
     if rollouts.seed == NEVER_READY:
         sys.exit(9)
     if rollouts.seed == HANGS_BEFORE_READY:
-        time.sleep(FOR_EVER_S)
+        hang()
     if rollouts.seed == SAYS_SOMETHING_ELSE:
         print("a library's banner", flush=True)
-        time.sleep(FOR_EVER_S)
+        hang()
     with Producer(name, fields_of(rollouts), slots=2) as producer:
         print("ready", flush=True)
         for line in sys.stdin:
             request = json.loads(line)
             if rollouts.seed == HANGS_AT_EVERY_CALL:
-                time.sleep(FOR_EVER_S)
+                hang()
             if rollouts.seed == DIES_AT_EVERY_CALL:
                 os.kill(os.getpid(), 9)
             call, version = request["call"], request["weights"]["version"]

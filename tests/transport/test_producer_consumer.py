@@ -204,6 +204,27 @@ def test_fields_that_cannot_lie_in_a_slot_are_refused_and_nothing_is_left(fields
         Producer("stream", fields)  # type: ignore[arg-type]
 
 
+def test_interrupt_while_the_producer_opens_leaves_nothing_and_no_trace_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin, started = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        begin(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupted)
+        Producer("stream", FIELDS)
+    (thread,) = started
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert list_objects("stream") == []
+    assert caplog.records == []
+    Producer("stream", FIELDS).close()
+
+
 def test_slot_published_twice_is_refused(producer: Producer) -> None:
     slot = producer.acquire(0.0)
     slot.publish()

@@ -173,6 +173,28 @@ def test_error_while_the_executing_thread_receives_is_reported_to_everybody(
         server.emit(TokenEvent(0, "fwd_bwd", "0.0@0:2", 0, 0, True, "", {}))
 
 
+def test_close_waits_for_the_executing_thread_to_stop_receiving_and_leaves_no_trace_in_the_log(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[str] = []
+
+    def serve() -> None:
+        try:
+            while True:
+                server.next_request(4 * WAIT_S)
+        except TransportError as error:
+            said.append(str(error))
+
+    waiting = threading.Thread(target=serve)
+    waiting.start()
+    while not server._receiver._turn.locked() or not server._receiver._channel._socket._waiting:  # type: ignore[attr-defined]
+        os.sched_yield()
+    server.close()
+    waiting.join(WAIT_S)
+    assert said == ["shmstage-server is closed"]
+    assert caplog.records == []
+
+
 def test_wake_ends_a_wait_for_events_and_is_kept_for_the_next_one(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
