@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,17 @@ import numpy.typing as npt
 from shmstage.launch.door import Arguments
 from shmstage.launch.fetch_ahead import AHEAD
 from shmstage.launch.host_agent import HostAgent
+from shmstage.launch.ray_stores import RayAnswers, RayStores, answer
 from shmstage.launch.source_share import share_of
 from shmstage.launch.trajectory_store import TrajectoryStore
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.layout import Layout
 from shmstage.memory.names import owned_objects
 from shmstage.memory.reader import PoolReader
+from shmstage.packing.parts import Wanted
 from shmstage.settings import Settings
 from shmstage.wire.handles import handle_from_wire
 
-Numbers = npt.NDArray[np.int64]
 WAIT_S = 60.0
 
 
@@ -47,8 +49,8 @@ class StoreSide:
             if answer["end"]:
                 return groups
 
-    def pieces(self, numbers: Numbers, begins: Numbers, ends: Numbers) -> list[npt.NDArray[np.uint8]]:
-        return self._store.pieces(numbers, begins, ends)
+    def pieces(self, asked: bytes) -> list[Any]:
+        return answer(self._store, asked)
 
     def prepare_plain(self, nbytes: int) -> None:
         self._plain = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
@@ -58,20 +60,35 @@ class StoreSide:
         return self._plain[:nbytes]
 
 
+@dataclass
+class _Counted:
+    """Answers, of which each is noted when it has come."""
+
+    answers: RayAnswers
+    stores: list[int]
+    brought: list[tuple[int, int]]
+
+    def get(self) -> list[list[npt.NDArray[np.uint8]]]:
+        found = self.answers.get()
+        self.brought += [
+            (store, sum(part.nbytes for part in parts)) for store, parts in zip(self.stores, found, strict=True)
+        ]
+        return found
+
+    def unanswered(self) -> list[str]:
+        return self.answers.unanswered()
+
+
 class _Stores:
     """As the agent of a launch asks them; keeps what each request brought."""
 
-    def __init__(self, actors: Sequence[Any]) -> None:
-        self._actors = actors
+    def __init__(self, actors: list[Any]) -> None:
+        self._stores = RayStores(WAIT_S)
+        self._stores.know(actors, [f"host {number}" for number in range(len(actors))])
         self.brought: list[tuple[int, int]] = []
 
-    def pieces(self, store: int, numbers: Numbers, begins: Numbers, ends: Numbers) -> list[npt.NDArray[np.uint8]]:
-        import ray
-
-        asked = self._actors[store].pieces.remote(numbers, begins, ends)
-        found: list[npt.NDArray[np.uint8]] = ray.get(asked, timeout=WAIT_S)
-        self.brought.append((store, sum(part.nbytes for part in found)))
-        return found
+    def ask(self, wanted: Sequence[Wanted]) -> _Counted:
+        return _Counted(self._stores.ask(wanted), [each.store for each in wanted], self.brought)
 
 
 class HostSide:

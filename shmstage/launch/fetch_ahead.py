@@ -7,31 +7,40 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 import numpy as np
 import numpy.typing as npt
 
 from shmstage.errors import StoppedError, WaitTimeoutError
-from shmstage.packing.parts import WindowPart
+from shmstage.packing.parts import Wanted, WindowPart
 from shmstage.packing.pieces import Piece, decode_pieces, verify_whole
 
 #: micro-batches that are fetched, or have been and wait to be packed
 AHEAD = 4
+#: of them those that somebody waits for need not be among the first
+_THREADS = AHEAD + 2
 #: what is asked for beyond is remembered, the oldest forgotten
 REMEMBERED = 8
-#: requests to stores at the same time
-THREADS = 4
 _LOOK_S = 0.05
 
-Numbers = npt.NDArray[np.int64]
+class Answers(Protocol):
+    """What stores were asked for."""
+
+    def get(self) -> list[list[npt.NDArray[np.uint8]]]:
+        """The parts of the pieces of each (`packing.pieces`), in memory of this host; blocks. Raises ``PeerLostError``,
+        ``WaitTimeoutError`` and what a store refused with.
+        """
+
+    def unanswered(self) -> list[str]:
+        """Names of the hosts whose stores have not answered yet."""
 
 
 class Stores(Protocol):
     """The stores of all hosts, seen from one of them."""
 
-    def pieces(self, store: int, numbers: Numbers, begins: Numbers, ends: Numbers) -> Sequence[npt.NDArray[np.uint8]]:
-        """The parts of the pieces (`packing.pieces`), in memory of this host; blocks. Raises ``PeerLostError`` too."""
+    def ask(self, wanted: Sequence[Wanted]) -> Answers:
+        """Asks for all at once and returns at once. Raises ``PeerLostError``."""
 
 
 @final
@@ -47,8 +56,9 @@ class Fetched:
 class _Wish:
     part: WindowPart
     estimate_nbytes: int
-    #: one per store; ``None``: not begun
-    requests: list[Future[tuple[dict[int, Piece], int]]] | None = None
+    #: ``None``: not begun
+    request: Future[Fetched] | None = None
+    answers: Answers | None = None
     #: somebody waits for it, and gives its place up
     taken: bool = False
 
@@ -64,7 +74,7 @@ class FetchAhead:
         self._verify_full = verify_full
         self._lock = threading.Lock()
         self._wishes: dict[bytes, _Wish] = {}
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="fetch")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
 
     def want(self, key: bytes, part: WindowPart, estimate_nbytes: int) -> None:
         """``key`` names the part; a known one changes nothing."""
@@ -86,15 +96,9 @@ class FetchAhead:
             if wish is None:
                 wish = self._wishes[key] = _Wish(part, 0)
             wish.taken = True
-            requests = wish.requests if wish.requests is not None else self._begin(wish)
+            request = wish.request if wish.request is not None else self._begin(wish)
         try:
-            pieces: dict[int, Piece] = {}
-            nbytes = 0
-            for wanted, request in zip(part.wanted(), requests, strict=True):
-                found, size = self._wait(request, wanted.store, deadline, given_up)
-                pieces |= found
-                nbytes += size
-            return Fetched(pieces, nbytes)
+            return self._wait(wish, request, deadline, given_up)
         finally:
             with self._lock:
                 self._drop(key)
@@ -120,47 +124,60 @@ class FetchAhead:
 
     def _drop(self, key: bytes) -> None:
         wish = self._wishes.pop(key, None)
-        for request in (wish.requests or ()) if wish is not None else ():
-            request.cancel()
+        if wish is not None and wish.request is not None:
+            wish.request.cancel()
 
     def _begin_what_fits(self) -> None:
-        begun = [wish for wish in self._wishes.values() if wish.requests is not None]
+        begun = [wish for wish in self._wishes.values() if wish.request is not None]
         count, nbytes = len(begun), sum(wish.estimate_nbytes for wish in begun)
         for wish in self._wishes.values():
-            if wish.requests is not None:
+            if wish.request is not None:
                 continue
             if count >= AHEAD or (count and nbytes + wish.estimate_nbytes > self._limit_nbytes):
                 return
             self._begin(wish)
             count, nbytes = count + 1, nbytes + wish.estimate_nbytes
 
-    def _begin(self, wish: _Wish) -> list[Future[tuple[dict[int, Piece], int]]]:
-        wish.requests = [self._threads.submit(self._fetch, wanted) for wanted in wish.part.wanted()]
-        return wish.requests
+    def _begin(self, wish: _Wish) -> Future[Fetched]:
+        wish.request = self._threads.submit(self._fetch, wish)
+        return wish.request
 
     # --- without it --------------------------------------------------------------------------------------------
 
-    def _fetch(self, wanted: Any) -> tuple[dict[int, Piece], int]:
-        parts = self._stores.pieces(wanted.store, wanted.numbers, wanted.begins, wanted.ends)
-        pieces = decode_pieces(parts)
-        if self._verify_full:
-            for piece in pieces:
-                verify_whole(piece)
-        return wanted.matched(pieces), sum(part.nbytes for part in parts)
+    def _fetch(self, wish: _Wish) -> Fetched:
+        wanted = wish.part.wanted()
+        wish.answers = self._stores.ask(wanted)
+        found: dict[int, Piece] = {}
+        nbytes = 0
+        for each, parts in zip(wanted, wish.answers.get(), strict=True):
+            pieces = decode_pieces(parts)
+            if self._verify_full:
+                for piece in pieces:
+                    verify_whole(piece)
+            found |= each.matched(pieces)
+            nbytes += sum(part.nbytes for part in parts)
+        return Fetched(found, nbytes)
 
     def _wait(
-        self, request: Future[tuple[dict[int, Piece], int]], store: int, deadline: float, given_up: Callable[[], bool]
-    ) -> tuple[dict[int, Piece], int]:
+        self, wish: _Wish, request: Future[Fetched], deadline: float, given_up: Callable[[], bool]
+    ) -> Fetched:
         while True:
             left_s = deadline - time.monotonic()
             try:
                 return request.result(max(0.0, min(left_s, _LOOK_S)))
             except CancelledError:
-                raise StoppedError(f"pieces of store {store} are not wanted any more") from None
+                raise StoppedError("pieces are not wanted any more") from None
             except TimeoutError:
                 if request.done():
                     raise
             if given_up():
-                raise StoppedError(f"stopped while waiting for pieces of store {store}")
+                raise StoppedError("stopped while waiting for pieces")
             if left_s <= 0:
-                raise WaitTimeoutError(f"store {store} gave no pieces in time: it is dead, unreachable or slow")
+                raise WaitTimeoutError(_late(wish))
+
+
+def _late(wish: _Wish) -> str:
+    late = wish.answers.unanswered() if wish.answers is not None else []
+    if not late:
+        return "pieces were not fetched in time: this host is slow, or what it fetched before is not packed"
+    return f"no pieces in time from the store of {', '.join(late)}: dead, unreachable or slow"

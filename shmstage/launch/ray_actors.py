@@ -14,16 +14,14 @@ import time
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
-import numpy.typing as npt
-
-from shmstage.errors import PeerLostError, SettingsError, ShmstageError, WaitTimeoutError
+from shmstage.errors import SettingsError, ShmstageError
 from shmstage.launch import source_share, store_commands
 from shmstage.launch.door import Door, Speaker
 from shmstage.launch.host_agent import HostAgent
 from shmstage.launch.host_environment import child_environment, environment_of
 from shmstage.launch.host_trainer import HostTrainer, remove_left_files
 from shmstage.launch.processes import end_processes
+from shmstage.launch.ray_stores import RayStores, answer
 from shmstage.launch.trajectory_store import TrajectoryStore
 from shmstage.memory.identity import ProcessIdentity, namespace_word, read_start_ticks
 from shmstage.memory.names import owned_objects
@@ -37,8 +35,6 @@ log = logging.getLogger(__name__)
 #: an agent that hears nothing from its launcher for so long, and cannot reach the head of the cluster, is cut off
 CUT_OFF_S = 30.0
 _LOOK_S = 1.0
-
-Numbers = npt.NDArray[np.int64]
 
 
 def check_shared(name: str, out: str, nonce: str, content: str) -> None:
@@ -104,7 +100,7 @@ class AgentActor(_Actor):
         super().__init__(settings_json, rank, nonce)
         self._rank, self._hosts, self._epoch, self._allowed, self._given = rank, hosts, epoch, allowed, given
         self._trainer: HostTrainer | None = None
-        self._stores = _RayStores(self._settings.call_timeout_s)
+        self._stores = RayStores(self._settings.call_timeout_s)
         self._open: list[Door] = []
         self._heard_at = time.monotonic()
 
@@ -222,9 +218,9 @@ class StoreActor(_Actor):
         """False: it is there, but its raylet is dead; Ray ends it after a while."""
         return os.getppid() == self._raylet
 
-    def pieces(self, numbers: Numbers, begins: Numbers, ends: Numbers) -> list[npt.NDArray[np.uint8]]:
-        """Ray gathers the parts in its object store, from where the asking host fetches them as one object."""
-        return self._store.pieces(numbers, begins, ends)
+    def pieces(self, asked: bytes) -> list[Any]:
+        """What ``RayStores`` asks for."""
+        return answer(self._store, asked)
 
     def clean_up(self, processes: list[tuple[int, int]]) -> list[str]:
         """End what a dead agent left here, by pid and start time; returns what is in shared memory before a sweep."""
@@ -258,37 +254,3 @@ def _answers(address: str) -> bool:
     except OSError:
         return False
     return True
-
-
-@final
-class _RayStores:
-    """All stores, as an agent asks them: a call, and the object that answers it comes through Ray's object store."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._actors: list[Any] = []
-        self._names: list[str] = []
-
-    def know(self, actors: list[Any], names: list[str]) -> None:
-        self._actors, self._names = actors, names
-
-    def pieces(self, store: int, numbers: Numbers, begins: Numbers, ends: Numbers) -> list[npt.NDArray[np.uint8]]:
-        import ray
-        from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
-
-        if store >= len(self._actors):
-            raise PeerLostError(f"there is no store {store}; there are {len(self._actors)}")
-        who = f"the store of {self._names[store]}"
-        try:
-            found: list[npt.NDArray[np.uint8]] = ray.get(
-                self._actors[store].pieces.remote(numbers, begins, ends), timeout=self._timeout_s
-            )
-        except GetTimeoutError:
-            raise WaitTimeoutError(f"{who} gave no pieces within {self._timeout_s:g} s") from None
-        except RayTaskError as error:
-            if isinstance(error.cause, ShmstageError):
-                raise error.cause from None
-            raise
-        except (RayActorError, ObjectLostError) as error:
-            raise PeerLostError(f"{who} is dead: {type(error).__name__}") from None
-        return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from shmstage.orchestrator.input import Input
 from shmstage.packing.fields import microbatch_layout
 from shmstage.packing.fill import fill_microbatch, microbatch_digest
 from shmstage.packing.journal import Journal
-from shmstage.packing.parts import digest_of_rows, part_of
+from shmstage.packing.parts import Wanted, digest_of_rows, part_of
 from shmstage.packing.pieces import decode_pieces
 from shmstage.packing.plan import PlannedMicrobatch, Planner, PlanSettings
 from shmstage.packing.reference import Key, RoutingShape, TrajectoryReference
@@ -370,10 +370,22 @@ class Direct:
         self.may_answer = threading.Event()
         self.may_answer.set()
 
-    def pieces(self, store: int, numbers: Any, begins: Any, ends: Any) -> npt.NDArray[np.uint8]:
-        self.asked.append(store)
-        assert self.may_answer.wait(30.0)
-        return self.stores[store].pieces(numbers, begins, ends)
+    def ask(self, wanted: Sequence[Wanted]) -> Called:
+        self.asked += [each.store for each in wanted]
+        return Called(self, wanted)
+
+
+class Called:
+    def __init__(self, direct: Direct, wanted: Sequence[Wanted]) -> None:
+        self.direct, self.wanted = direct, wanted
+
+    def get(self) -> list[list[npt.NDArray[np.uint8]]]:
+        assert self.direct.may_answer.wait(30.0)
+        stores = self.direct.stores
+        return [stores[each.store].pieces(each.numbers, each.begins, each.ends) for each in self.wanted]
+
+    def unanswered(self) -> list[str]:
+        return [f"host {each.store}" for each in self.wanted]
 
 
 class Hosts:
@@ -564,9 +576,9 @@ def test_no_more_than_a_few_micro_batches_are_fetched_ahead(tmp_path: Path, stac
     for plan in plans:
         hosts.feeds[0].call("prefetch", hosts.part(plan, 0), timeout_s=10.0)
     ahead = hosts.agents[0]._open.ahead  # type: ignore[union-attr]
-    assert sum(wish.requests is not None for wish in ahead._wishes.values()) == 4
+    assert sum(wish.request is not None for wish in ahead._wishes.values()) == 4
     hosts.pack(plans[-1], 0)  # one that was not begun is fetched when it is packed
-    assert sum(wish.requests is not None for wish in ahead._wishes.values()) == 4
+    assert sum(wish.request is not None for wish in ahead._wishes.values()) == 4
 
 
 def test_a_wait_for_pieces_and_one_for_a_slot_end_at_the_deadline_and_say_who_is_waited_for(
@@ -576,7 +588,7 @@ def test_a_wait_for_pieces_and_one_for_a_slot_end_at_the_deadline_and_say_who_is
     hosts.open(slots=2)
     plan = hosts.plans()[0]
     hosts.direct.may_answer.clear()
-    with pytest.raises(WaitTimeoutError, match="store [01] gave no pieces"):
+    with pytest.raises(WaitTimeoutError, match="no pieces in time from the store of host 0, host 1"):
         hosts.pack(plan, 0, timeout_s=0.05)
     hosts.direct.may_answer.set()
     for _ in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from shmstage.errors import ProtocolError, StoppedError
 from shmstage.launch.fetch_ahead import AHEAD, REMEMBERED, FetchAhead, Fetched
-from shmstage.packing.parts import WindowPart, part_of, read_part
+from shmstage.packing.parts import Wanted, WindowPart, part_of, read_part
 from shmstage.packing.pieces import encode_pieces
 from shmstage.packing.plan import Planner, PlanSettings
 from shmstage.packing.reference import Key, TrajectoryReference
@@ -35,10 +36,24 @@ class Slow:
         self.may_answer = threading.Event()
         self.asked = threading.Semaphore(0)
 
-    def pieces(self, store: int, numbers: Any, begins: Any, ends: Any) -> list[np.ndarray[Any, Any]]:
-        self.asked.release()
-        assert self.may_answer.wait(30.0)
-        return encode_pieces([self.trajectory] * len(numbers), list(zip(begins.tolist(), ends.tolist(), strict=True)))
+    def ask(self, wanted: Sequence[Wanted]) -> Held:
+        return Held(self, wanted)
+
+
+class Held:
+    def __init__(self, store: Slow, wanted: Sequence[Wanted]) -> None:
+        self.store, self.wanted = store, wanted
+
+    def get(self) -> list[list[np.ndarray[Any, Any]]]:
+        self.store.asked.release()
+        assert self.store.may_answer.wait(30.0)
+        return [
+            encode_pieces([self.store.trajectory] * len(each.numbers), list(zip(each.begins, each.ends, strict=True)))
+            for each in self.wanted
+        ]
+
+    def unanswered(self) -> list[str]:
+        return [f"host {each.store}" for each in self.wanted]
 
 
 def part(trajectory: Trajectory = TRAJECTORY) -> WindowPart:
@@ -89,7 +104,7 @@ def test_bytes_fetched_ahead_stay_below_the_limit_but_for_what_is_packed_next() 
     wanted = part()
 
     def begun() -> list[bytes]:
-        return [key for key, wish in fetching._wishes.items() if wish.requests is not None]
+        return [key for key, wish in fetching._wishes.items() if wish.request is not None]
 
     def take(key: bytes) -> None:
         fetching.take(key, wanted, deadline=time.monotonic() + 30, given_up=lambda: False)
@@ -121,7 +136,7 @@ def test_a_wait_for_pieces_ends_when_nobody_wants_them_any_more() -> None:
         return True
 
     try:
-        with pytest.raises(StoppedError, match="waiting for pieces of store 0"):
+        with pytest.raises(StoppedError, match="stopped while waiting for pieces"):
             fetching.take(b"only", part(), deadline=time.monotonic() + 3600, given_up=given_up)
     finally:
         stores.may_answer.set()

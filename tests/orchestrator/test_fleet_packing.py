@@ -334,7 +334,7 @@ def test_an_agent_that_was_stopped_is_lost_and_stops_nobody_else(
     hosts: DoubleHosts, orchestrator: Orchestrator
 ) -> None:
     def stops(answer: dict[str, Any]) -> None:
-        raise StoppedError("stopped while waiting for pieces of store 0")
+        raise StoppedError("stopped while waiting for pieces")
 
     packer = orchestrator.open()
     hosts.agents[1].spoil = stops
