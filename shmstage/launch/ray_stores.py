@@ -116,13 +116,14 @@ class RayAnswers:
         Raises what a store refused with, ``PeerLostError`` or ``WaitTimeoutError`` naming one that is dead or slow.
         """
         import ray
+        from ray.exceptions import GetTimeoutError
 
         try:
             found = ray.get(self._asked, timeout=self._timeout_s)
-        except Exception:
+        except Exception as error:  # whose it is, each alone says
             for asked, name in zip(self._asked, self._names, strict=True):
-                self._check(asked, f"the store of {name}")
-            raise
+                self._check(asked, name, late_is_error=isinstance(error, GetTimeoutError))
+            found = ray.get(self._asked, timeout=0)  # the last has come just now
         return [joined(chunks) for chunks in found]
 
     def unanswered(self) -> list[str]:
@@ -132,17 +133,18 @@ class RayAnswers:
         _, late = ray.wait(self._asked, num_returns=len(self._asked), timeout=0)
         return [name for asked, name in zip(self._asked, self._names, strict=True) if asked in late]
 
-    def _check(self, asked: Any, who: str) -> None:
+    def _check(self, asked: Any, name: str, *, late_is_error: bool) -> None:
         import ray
         from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
         try:
             ray.get(asked, timeout=0)
         except GetTimeoutError:
-            raise WaitTimeoutError(f"{who} gave no pieces within {self._timeout_s:g} s") from None
+            if late_is_error:
+                raise WaitTimeoutError(f"the store of {name} gave no pieces within {self._timeout_s:g} s") from None
         except RayTaskError as error:
             if isinstance(error.cause, ShmstageError):
                 raise error.cause from None
             raise
         except (RayActorError, ObjectLostError) as error:
-            raise PeerLostError(f"{who} is dead: {type(error).__name__}") from None
+            raise PeerLostError(f"the store of {name} is dead: {type(error).__name__}") from None

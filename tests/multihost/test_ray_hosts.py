@@ -25,6 +25,68 @@ array = ray.get(reference)
 print("told", where, array.nbytes, int(array[-1]), len([n for n in ray.nodes() if n["Alive"]]))
 """
 
+ASK = """
+import os
+import threading
+import numpy as np
+import ray
+from shmstage.errors import PeerLostError, ProtocolError, WaitTimeoutError
+from shmstage.launch.ray_stores import CHUNK_NBYTES, RayStores, answer
+from shmstage.packing.parts import Wanted
+
+ray.init(address="auto", log_to_driver=False)
+
+
+class Parts:
+    def pieces(self, numbers, begins, ends):
+        if numbers[0] == 99:
+            raise ProtocolError(f"store holds no trajectory number {numbers[0]}")
+        return [np.arange(n, dtype=np.uint8) for n in range(int(numbers[0]), int(ends[0]), int(begins[0]))]
+
+
+@ray.remote(num_cpus=0, max_concurrency=4)
+class Store:
+    def pieces(self, asked):
+        if np.frombuffer(asked, np.int64)[0] == 98:
+            threading.Event().wait(600)
+        return answer(Parts(), asked)
+
+    def end(self):
+        os._exit(1)
+
+
+def wanted(store, number, begin=1 << 19, end=3 << 20):
+    one = [np.array([n]) for n in (0, number, begin, end, 9)]
+    return Wanted(store, *one, (bytes(16),))
+
+
+def said(wanted):
+    try:
+        stores.ask(wanted).get()
+    except (PeerLostError, ProtocolError, WaitTimeoutError) as error:
+        return type(error).__name__, str(error)
+
+
+actors = [Store.options(resources={"h1": 1}).remote(), Store.options(resources={"h0": 1}).remote()]
+stores = RayStores(3.0)
+stores.know(actors, ["far", "near"])
+asked = stores.ask([wanted(0, 5), wanted(1, 7), wanted(0, 3, 1, 4)])
+found = asked.get()
+assert asked.unanswered() == []
+for store, (first, step, end) in zip(found, ((5, 1 << 19, 3 << 20), (7, 1 << 19, 3 << 20), (3, 1, 4))):
+    assert [len(part) for part in store] == list(range(first, end, step))
+    assert all((part == np.arange(len(part), dtype=np.uint8)).all() for part in store)
+copied = sum(part.flags.owndata for store in found for part in store)
+print("told copied", copied, "of", sum(len(store) for store in found))
+print("told", said([wanted(1, 7), wanted(0, 99)]))
+slow = stores.ask([wanted(1, 5), wanted(0, 98)])
+ray.wait(slow._asked, num_returns=1)
+print("told unanswered", slow.unanswered())
+print("told", said([wanted(1, 7), wanted(0, 98)]))
+actors[0].end.remote()
+print("told", said([wanted(1, 7), wanted(0, 5)]))
+"""
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
@@ -39,6 +101,17 @@ def test_an_object_made_on_one_host_is_fetched_by_another_over_the_cable(cluster
     out = first.python(FETCH, NBYTES, timeout_s=90)
     assert f"told h1 {NBYTES} {(NBYTES - 1) % 256} 2" in out.splitlines()
     assert second.traffic()[1] - before > NBYTES
+
+
+def test_pieces_come_without_a_copy_and_who_gives_none_is_named(cluster: RayCluster) -> None:
+    out = cluster.hosts[0].python(ASK, timeout_s=90).splitlines()
+    assert [line.removeprefix("told ") for line in out if line.startswith("told ")] == [
+        "copied 0 of 13",
+        "('ProtocolError', 'store holds no trajectory number 99')",
+        "unanswered ['far']",
+        "('WaitTimeoutError', 'the store of far gave no pieces within 3 s')",
+        "('PeerLostError', 'the store of far is dead: ActorDiedError')",
+    ]
 
 
 def test_every_node_is_a_host_with_its_own_raylet_and_directory(cluster: RayCluster) -> None:

@@ -50,12 +50,16 @@ def test_no_chunk_is_larger_than_what_is_copied_without_threads_and_none_is_a_co
 
 def test_chunks_that_lie_in_a_row_are_joined_without_a_copy_and_held(parts: list[Bytes]) -> None:
     chunks = carried(chunked(parts), 64)
-    memory = np.frombuffer(chunks[0].obj, np.uint8)
+    memory = chunks[0].obj
     found = joined(chunks)
-    assert all(np.shares_memory(each, memory) for each in found if len(each))
+    assert all(np.shares_memory(each, np.frombuffer(memory, np.uint8)) for each in found if len(each))
     large = found[-2]
-    del chunks, found, memory
+    del chunks, found
     assert (large == parts[-2]).all()
+    with pytest.raises(BufferError, match="Existing exports"):
+        memory.clear()
+    del large
+    memory.clear()  # nobody holds it any more
 
 
 def test_chunks_that_lie_apart_are_copied(parts: list[Bytes]) -> None:

@@ -8,6 +8,8 @@ LAUNCH, TRAINER, TRANSPORT = "shmstage/launch", "shmstage/trainer", "shmstage/tr
 CALLS = "tests/fleet/test_fleet_calls.py"
 STORES = "tests/multihost/test_agent_and_store.py"
 AHEAD = "tests/multihost/test_fetch_ahead.py"
+CHUNKS = "tests/multihost/test_ray_stores.py"
+RAY = "tests/multihost/test_ray_hosts.py"
 GANG = "tests/launch/test_gang.py"
 HANDS = "tests/launch/test_fleet_hands.py"
 RANGES = "tests/trainer/test_ranges.py"
@@ -52,6 +54,48 @@ MUTANTS = (
         "        if self._verify_full:\n",
         "        if self._verify_full and not pieces:\n",
         (f"{AHEAD}::test_full_verification_finds_values_that_are_not_those_of_their_digest",),
+    ),
+    Mutant(
+        "a wait for pieces names nobody",
+        f"{LAUNCH}/fetch_ahead.py",
+        "    late = wish.answers.unanswered() if wish.answers is not None else []\n",
+        "    late: list[str] = []\n",
+        (f"{STORES}::test_a_wait_for_pieces_and_one_for_a_slot_end_at_the_deadline_and_say_who_is_waited_for",),
+    ),
+    Mutant(
+        "a part of whole chunks has no end",
+        f"{LAUNCH}/ray_stores.py",
+        "for at in range(0, len(part) + 1, CHUNK_NBYTES)",
+        "for at in range(0, max(1, len(part)), CHUNK_NBYTES)",
+        (f"{CHUNKS}::test_parts_come_as_they_were_wherever_their_chunks_lie",),
+    ),
+    Mutant(
+        "chunks that lie apart are taken for one span",
+        f"{LAUNCH}/ray_stores.py",
+        "if all(after - before == CHUNK_NBYTES for before, after in pairwise(addresses)):",
+        "if all(after > before for before, after in pairwise(addresses)):",
+        (f"{CHUNKS}::test_parts_come_as_they_were_wherever_their_chunks_lie",),
+    ),
+    Mutant(
+        "chunks that lie in a row are copied",
+        f"{LAUNCH}/ray_stores.py",
+        "if all(after - before == CHUNK_NBYTES for before, after in pairwise(addresses)):",
+        "if len(addresses) < 2:",
+        (f"{CHUNKS}::test_chunks_that_lie_in_a_row_are_joined_without_a_copy_and_held",),
+    ),
+    Mutant(
+        "a span does not hold its chunks",
+        f"{LAUNCH}/ray_stores.py",
+        "        self._chunks = chunks\n",
+        "        self._chunks = len(chunks)\n",
+        (f"{CHUNKS}::test_chunks_that_lie_in_a_row_are_joined_without_a_copy_and_held",),
+    ),
+    Mutant(
+        "who has not answered yet is named for another's refusal",
+        f"{LAUNCH}/ray_stores.py",
+        "late_is_error=isinstance(error, GetTimeoutError)",
+        "late_is_error=True",
+        (f"{RAY}::test_pieces_come_without_a_copy_and_who_gives_none_is_named",),
     ),
     Mutant(
         "groups passed over are held for ever",
