@@ -18,8 +18,6 @@ from shmstage.packing.pieces import Piece, decode_pieces, verify_whole
 
 #: micro-batches that are fetched, or have been and wait to be packed
 AHEAD = 4
-#: of them those that somebody waits for need not be among the first
-_THREADS = AHEAD + 2
 #: what is asked for beyond is remembered, the oldest forgotten
 REMEMBERED = 8
 _LOOK_S = 0.05
@@ -74,7 +72,7 @@ class FetchAhead:
         self._verify_full = verify_full
         self._lock = threading.Lock()
         self._wishes: dict[bytes, _Wish] = {}
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
+        self._threads = ThreadPoolExecutor(AHEAD, thread_name_prefix="fetch")
 
     def want(self, key: bytes, part: WindowPart, estimate_nbytes: int) -> None:
         """``key`` names the part; a known one changes nothing."""
