@@ -1,4 +1,4 @@
-// The only file that knows Python: argument checks, buffers, the GIL.
+// Knows Python, as event_log.cpp alone does beside it: argument checks, buffers, the GIL.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -22,6 +22,7 @@
 #include "atomics.h"
 #include "bytes.h"
 #include "cells.h"
+#include "event_log.h"
 #include "fill.h"
 #include "guarded_copy.h"
 #include "parallel.h"
@@ -1031,94 +1032,11 @@ void bind_fill(py::module_& module) {
         "First choice of top_k int16 ids that is neither all -1 nor distinct ids in [0, experts); -1 if none.");
 }
 
-// --- events as JSON lines ---------------------------------------------------------------------------------
-
-void append_number(std::string& out, const char* name, long long value) {
-    std::array<char, 24> digits{};
-    const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), value).ptr;
-    out.append(name).append(digits.data(), end);
-}
-
-/// The text in quotes; what has to be escaped is left to `dumps`.
-void append_text(std::string& out, PyObject* text, const py::function& dumps) {
-    if (PyUnicode_Check(text) && PyUnicode_IS_ASCII(text)) {
-        Py_ssize_t size = 0;
-        const char* data = PyUnicode_AsUTF8AndSize(text, &size);
-        const bool plain = data != nullptr && std::all_of(data, data + size, [](char letter) {
-            return letter >= ' ' && letter != '"' && letter != '\\';
-        });
-        if (plain) {
-            out.append(1, '"').append(data, static_cast<std::size_t>(size)).append(1, '"');
-            return;
-        }
-    }
-    out.append(py::cast<std::string>(dumps(py::handle(text))));
-}
-
-void append_value(std::string& out, PyObject* value, const py::function& dumps) {
-    if (PyLong_CheckExact(value)) {
-        int overflow = 0;
-        const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
-        if (overflow == 0) {
-            append_number(out, "", number);
-            return;
-        }
-    }
-    append_text(out, value, dumps);
-}
-
-/// `noted`: tuples (event, t, end, step, index, id, figures). `named`: event to the members that say what it is.
-py::str event_lines(const py::list& noted, const py::dict& named, const py::function& dumps) {
-    std::string out;
-    out.reserve(noted.size() * 160);
-    for (const py::handle item : noted) {
-        const auto fields = py::cast<py::tuple>(item);
-        if (fields.size() != 7) {
-            throw py::value_error("an event has 7 fields");
-        }
-        const auto number = [&](std::size_t field) { return py::cast<long long>(fields[field]); };
-        const long long end = number(2), step = number(3), index = number(4);
-        append_number(out, "{\"t\":", number(1));
-        if (end != 0) {
-            append_number(out, ",\"end\":", end);
-        }
-        PyObject* name = PyDict_GetItemWithError(named.ptr(), PyTuple_GET_ITEM(fields.ptr(), 0));
-        if (name == nullptr) {
-            throw py::key_error(py::cast<std::string>(py::str(fields[0])));
-        }
-        out.append(1, ',').append(py::cast<std::string_view>(py::handle(name)));
-        if (step >= 0) {
-            append_number(out, ",\"step\":", step);
-            if (index >= 0) {
-                append_number(out, ",\"index\":", index);
-            }
-        }
-        PyObject* id = PyTuple_GET_ITEM(fields.ptr(), 5);
-        if (PyObject_IsTrue(id) == 1) {
-            out.append(",\"id\":");
-            append_text(out, id, dumps);
-        }
-        PyObject *key = nullptr, *value = nullptr;
-        const auto figures = py::cast<py::dict>(fields[6]);
-        for (Py_ssize_t position = 0; PyDict_Next(figures.ptr(), &position, &key, &value) != 0;) {
-            out.append(1, ',');
-            append_text(out, key, dumps);
-            out.append(1, ':');
-            append_value(out, value, dumps);
-        }
-        out.append("}\n");
-    }
-    return py::str(out);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
     module.doc() = "Native core of shmstage: slot atomics and waiting, copies, packing.";
     bind_memory(module);
     bind_fill(module);
-    module.def("event_lines", &event_lines, py::arg("noted"), py::arg("named"), py::arg("dumps"),
-               "Events as JSON lines.\n\n"
-               "noted: (event, t, end, step, index, id, figures). named: event to its members event and lane, as JSON.\n"
-               "dumps: for what is neither an integer nor plain ASCII. KeyError for an event that has no name.");
+    shmstage::bind_event_log(module);
 }

@@ -17,10 +17,9 @@ import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, Protocol, final
+from typing import Any, Final, Protocol, final
 
 from shmstage import _native
 from shmstage.errors import shown
@@ -63,21 +62,20 @@ LANES: Final[dict[str, str]] = {
     "memory": "counters",  # rss_nbytes, shared_nbytes
 }
 
-#: events that wait to be written; more are dropped and counted
-CAPACITY: Final = 1 << 16
+_NAMED: Final = {event: f'"event":"{event}","lane":"{lane}"' for event, lane in LANES.items()}
+
+#: lines that wait to be written; more events are dropped and counted
+CAPACITY_NBYTES: Final = 16 << 20
 WRITE_EVERY_S: Final = 0.25
-#: lines made before others may have the interpreter: a stamp must not be late for them
-AT_ONCE: Final = 256
 SAMPLE_EVERY_S: Final = 1.0
 
 Figure = int | float | str
-_Noted = tuple[str, int, int, int, int, str, dict[str, Figure]]
 
 
-class Events(Protocol):
-    """Where events are noted: from any thread, at the cost of an append. ``t`` 0 is now; ``end`` 0: an instant."""
+class Note(Protocol):
+    """Notes an event. ``t`` 0 is now; ``end`` 0: an instant."""
 
-    def note(
+    def __call__(
         self,
         event: str,
         t: int = 0,
@@ -88,6 +86,13 @@ class Events(Protocol):
         request_id: str = "",
         **figures: Figure,
     ) -> None: ...
+
+
+class Events(Protocol):
+    """Where events are noted: from any thread, at the cost of an append."""
+
+    @property
+    def note(self) -> Note: ...
     def close(self) -> None: ...
 
 
@@ -95,6 +100,7 @@ class Events(Protocol):
 class EventWriter:
     """Notes events from any thread and writes them from one of its own, four times a second.
 
+    An event becomes its line at once, in native code: to keep it as objects and encode it later costs more than that.
     Nothing here raises into the caller or waits for a disk. A killed process loses what it noted in the last quarter
     of a second; a torn last line is cut off by the next start and left out by readers. At half of `limit_nbytes` the
     file is renamed to `NAME.old.jsonl`, over the one before it: the newest events are kept, at least half of the
@@ -109,20 +115,77 @@ class EventWriter:
         run: str,
         start: int,
         limit_nbytes: int,
-        sample: Callable[[], dict[str, Figure]] | None = None,
+        sample: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         """`start`: the epoch or incarnation. `sample`: figures of a `memory` event, read by the writing thread."""
         self._path = path
         self._head = {"schema": SCHEMA, "process": process, "pid": os.getpid(), "start": start, "run": run}
         self._limit_nbytes = limit_nbytes
         self._sample = sample
-        self._noted: deque[_Noted] = deque()
+        self._log = _native.EventLog(_NAMED, json.dumps, CAPACITY_NBYTES)
+        self.note: Note = self._log.note
         self._dropped = 0
         self._said = False
-        self._stopped = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shmstage-events", daemon=True)
         self._thread.start()
+
+    def close(self) -> None:
+        """Writes what is noted and ends the thread, within seconds."""
+        self._over.set()
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except Exception:
+            log.exception("%s: no more events are written; the run goes on", self._path)
+            self._log.close()
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file, written = self._begun()
+        next_sample = 0.0
+        over = False
+        while not over:
+            over = self._over.wait(WRITE_EVERY_S)
+            now = time.monotonic()
+            if self._sample is not None and (over or now >= next_sample):
+                next_sample = now + SAMPLE_EVERY_S
+                self.note("memory", **self._sample())
+            text = self._taken(over)
+            if not text:
+                continue
+            if written > self._limit_nbytes // 2:
+                file.close()
+                self._path.replace(self._path.with_suffix(".old.jsonl"))
+                file, written = self._begun()
+            if not file.write_lines(text):
+                self._log.close()  # a full disk; said by the file, and not to be waited for
+                break
+            written += len(text)
+        file.close()
+
+    def _begun(self) -> tuple[JsonLines, int]:
+        file = JsonLines(self._path)
+        file.write({**self._head, "monotonic_ns": time.monotonic_ns(), "wall_s": time.time()})
+        return file, self._path.stat().st_size
+
+    def _taken(self, over: bool) -> str:
+        lines, dropped, fault = self._log.take()
+        self._dropped += dropped
+        if fault and not self._said:
+            self._said = True
+            log.error("%s: an event is left out, and others like it: %s", self._path, shown(fault, 200))
+        if self._dropped and (over or lines):
+            lines += f'{{"t":{time.monotonic_ns()},"event":"dropped","lane":"counters","events":{self._dropped}}}\n'
+            self._dropped = 0
+        return lines
+
+
+@final
+class NoEvents:
+    """Stands where events are switched off."""
 
     def note(
         self,
@@ -135,88 +198,6 @@ class EventWriter:
         request_id: str = "",
         **figures: Figure,
     ) -> None:
-        """`t` 0: now. Costs an append; encoding and writing come later."""
-        if self._stopped or len(self._noted) >= CAPACITY:
-            self._dropped += 1
-            return
-        self._noted.append((event, t or time.monotonic_ns(), end, step, index, request_id, figures))
-
-    def close(self) -> None:
-        """Writes what is noted and ends the thread, within seconds."""
-        self._over.set()
-        self._thread.join(5.0)
-
-    def _run(self) -> None:
-        try:
-            self._write()
-        except Exception:
-            log.exception("%s: no more events are written; the run goes on", self._path)
-            self._stopped = True
-
-    def _write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file, written = self._begun()
-        next_sample = 0.0
-        over = False
-        while not over:
-            over = self._over.wait(WRITE_EVERY_S)
-            now = time.monotonic()
-            if self._sample is not None and (over or now >= next_sample):
-                next_sample = now + SAMPLE_EVERY_S
-                self._noted.append(("memory", time.monotonic_ns(), 0, -1, -1, "", self._sample()))
-            text = self._encoded(over)
-            if not text:
-                continue
-            if written > self._limit_nbytes // 2:
-                file.close()
-                self._path.replace(self._path.with_suffix(".old.jsonl"))
-                file, written = self._begun()
-            if not file.write_lines(text):
-                self._stopped = True  # a full disk; said by the file, and not to be waited for
-                break
-            written += len(text)
-        file.close()
-
-    def _begun(self) -> tuple[JsonLines, int]:
-        file = JsonLines(self._path)
-        file.write({**self._head, "monotonic_ns": time.monotonic_ns(), "wall_s": time.time()})
-        return file, self._path.stat().st_size
-
-    def _encoded(self, over: bool) -> str:
-        lines = ""
-        left = len(self._noted)
-        while left:
-            count = min(left, AT_ONCE)
-            lines += self._lines([self._noted.popleft() for _ in range(count)])
-            left -= count
-            time.sleep(0)
-        if self._dropped and (over or lines):
-            lines += f'{{"t":{time.monotonic_ns()},"event":"dropped","lane":"counters","events":{self._dropped}}}\n'
-            self._dropped = 0
-        return lines
-
-    def _lines(self, noted: list[_Noted]) -> str:
-        try:
-            return _native.event_lines(noted, _NAMED, json.dumps)
-        # no event of ``LANES``, no plain figure, no number of 64 bits: it costs no other
-        except (KeyError, TypeError, ValueError, RuntimeError):
-            if len(noted) > 1:
-                return "".join(self._lines([one]) for one in noted)
-            self._dropped += 1
-            if not self._said:
-                self._said = True
-                log.exception("%s: %s is left out, and others like it", self._path, shown(noted[0], 200))
-            return ""
-
-
-_NAMED: Final = {event: f'"event":"{event}","lane":"{lane}"' for event, lane in LANES.items()}
-
-
-@final
-class NoEvents:
-    """Stands where events are switched off."""
-
-    def note(self, event: str, t: int = 0, end: int = 0, **identity_and_figures: Figure) -> None:
         return
 
     def close(self) -> None:
@@ -230,7 +211,7 @@ def open_events(
     settings: Settings,
     process: str,
     start: int,
-    sample: Callable[[], dict[str, Figure]],
+    sample: Callable[[], Mapping[str, Any]],
     directory: Path | None = None,
 ) -> Events:
     """The writer of ``events/PROCESS.jsonl`` in OUT or ``directory``, or nothing where events are off."""

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from shmstage.events import CAPACITY, EventWriter
+from shmstage._native import EventLog
+from shmstage.events import EventWriter
 
 
 def writer(path: Path, limit_nbytes: int = 1 << 20) -> EventWriter:
@@ -68,16 +75,102 @@ def test_at_half_the_limit_the_older_half_makes_room_and_the_newest_events_are_k
     assert lines(old)[0]["schema"] == lines(path)[0]["schema"] == 1
 
 
-def test_what_comes_faster_than_it_is_written_is_dropped_and_counted(tmp_path: Path) -> None:
+def test_what_comes_faster_than_it_is_written_is_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmstage.events.CAPACITY_NBYTES", 1000)
     path = tmp_path / "trainer.jsonl"
     events = writer(path, 1 << 30)
-    for number in range(3 * CAPACITY):
+    for number in range(1000):  # no other thread has the interpreter until this one waits
         events.note("retired", number + 1)
     events.close()
     records = lines(path)
     kept = sum(record.get("event") == "retired" for record in records)
     dropped = sum(int(str(record["events"])) for record in records if record.get("event") == "dropped")
-    assert kept + dropped == 3 * CAPACITY
+    assert kept + dropped == 1000
+    assert dropped > 0 < kept
+
+
+def test_lines_that_wait_are_bounded_and_what_was_dropped_is_told_once() -> None:
+    log = EventLog({"retired": '"event":"retired"'}, json.dumps, 100)
+    for number in range(1, 11):
+        log.note("retired", number)
+    text, dropped, fault = log.take()
+    kept = [json.loads(line) for line in text.splitlines()]
+    assert [record["t"] for record in kept] == list(range(1, len(kept) + 1))
+    assert len(text) >= 100 > len(text) - len(text.splitlines()[-1]) - 1
+    assert (dropped, fault) == (10 - len(kept), "")
+    assert log.take() == ("", 0, "")
+    log.note("retired", 11)
+    assert log.take() == ('{"t":11,"event":"retired"}\n', 0, "")
+    log.close()
+    log.note("retired", 12)
+    assert log.take() == ("", 1, "")
+
+
+def test_a_note_does_not_outlive_or_leak_its_log() -> None:
+    dumps = partial(json.dumps)
+    log = EventLog({"retired": '"event":"retired"'}, dumps, 100)
+    note = log.note
+    del log
+    note("retired", 1, kind="Grüße")
+    held = sys.getrefcount(dumps)
+    del note
+    assert sys.getrefcount(dumps) == held - 1
+
+
+def test_events_noted_by_other_threads_while_one_is_made_are_whole_lines() -> None:
+    """What has to be escaped is Python's, and there others may run."""
+    others: list[threading.Thread] = []
+
+    def dumps(value: object) -> str:
+        other = threading.Thread(target=lambda: log.note("retired", 2, buffer=7))
+        other.start()
+        other.join()
+        others.append(other)
+        return json.dumps(value)
+
+    log = EventLog({"retired": '"event":"retired"', "called": '"event":"called"'}, dumps, 1 << 20)
+    log.note("called", 1, command="Grüße", reason='a "word"')
+    found = [json.loads(line) for line in log.take()[0].splitlines()]
+    assert len(others) == 2
+    assert found == [{"t": 2, "event": "retired", "buffer": 7}] * 2 + [
+        {"t": 1, "event": "called", "command": "Grüße", "reason": 'a "word"'}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("noted", "says"),
+    [
+        (lambda note: note("staged", 5, nbytes=object()), "not JSON serializable"),
+        (lambda note: note("no such event"), "no event 'no such event'"),
+        (lambda note: note(), "no event"),
+        (lambda note: note(["staged"]), "no event"),
+        (lambda note: note("staged", 1 << 80), "too large to convert|too big to convert"),
+        (lambda note: note("staged", step="three"), "str"),
+        (lambda note: note("staged", 1, 2, 3), "note\\(event, t, end"),
+    ],
+)
+def test_what_cannot_be_an_event_is_told_and_never_raised(noted: Callable[[object], None], says: str) -> None:
+    log = EventLog({"staged": '"event":"staged"'}, json.dumps, 1000)
+    noted(log.note)
+    text, dropped, fault = log.take()
+    assert (text, dropped) == ("", 1)
+    assert re.search(says, fault)
+
+
+def test_names_that_are_made_at_run_time_are_known_too() -> None:
+    log = EventLog({"retired": '"event":"retired"'}, json.dumps, 1000)
+    made = {"".join(letters): 3 for letters in (["st", "ep"], ["t"], ["en", "d"], ["buf", "fer"])}
+    log.note("retired", **made)
+    assert json.loads(log.take()[0]) == {"event": "retired", "step": 3, "t": 3, "end": 3, "buffer": 3}
+
+
+def test_an_instant_is_now_on_the_monotonic_clock() -> None:
+    log = EventLog({"retired": '"event":"retired"'}, json.dumps, 1000)
+    before = time.monotonic_ns()
+    log.note("retired")
+    assert before <= json.loads(log.take()[0])["t"] <= time.monotonic_ns()
 
 
 def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
