@@ -26,6 +26,8 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFI
 EAGER = {"RAY_worker_niceness": "0"}
 #: between looks for dead nodes, while their places are waited for
 REPLACE_S = 2.0
+#: a cluster that is complete needs less to place the hosts
+PLACED_SOON_S = 3.0
 _LOOK_S = 0.1
 
 Look = Callable[[], None]
@@ -165,18 +167,27 @@ class Cluster:
         """Ids of the nodes that Ray takes to be alive."""
         return [str(node["NodeID"]) for node in self.ray.nodes() if node["Alive"]]
 
-    def place(self, timeout_s: float, look: Look) -> None:
-        """One bundle per host, each on a node of its own. Raises ``SettingsError`` if there are too few nodes."""
+    def place(self, timeout_s: float, look: Look, say: Callable[[str], None]) -> None:
+        """One bundle per host, each on a node of its own; nodes may join meanwhile, which is said.
+
+        Raises ``SettingsError`` if there are too few of them in the end.
+        """
         from ray.util.placement_group import placement_group
 
         self._group = placement_group([{"CPU": 1}] * self.hosts, strategy="STRICT_SPREAD")
-        if self.wait([self._group.ready()], timeout_s, look):
-            nodes = [node for node in self.ray.nodes() if node["Alive"]]
-            free = self.ray.available_resources().get("CPU", 0.0)
-            raise SettingsError(
-                f"hosts = {self.hosts}: not placed within {timeout_s:g} s; the cluster has {len(nodes)} living nodes "
-                f"and {free:g} free CPUs, and each host wants a node of its own with one; add nodes or lower --hosts"
-            )
+        placed = [self._group.ready()]
+        soon_s = min(timeout_s, PLACED_SOON_S)
+        if self.wait(placed, soon_s, look):
+            say(f"waiting up to {timeout_s:g} s for {self.hosts} nodes with a free CPU; {self._what_there_is()}")
+            if self.wait(placed, timeout_s - soon_s, look):
+                raise SettingsError(
+                    f"hosts = {self.hosts}: not placed within {timeout_s:g} s; {self._what_there_is()}, and each host "
+                    "wants a node of its own with one; add nodes or lower --hosts"
+                )
+
+    def _what_there_is(self) -> str:
+        free = self.ray.available_resources().get("CPU", 0.0)
+        return f"the cluster has {len(self.alive_nodes())} living nodes and {free:g} free CPUs"
 
     def replace_lost_nodes(self) -> None:
         """Of a local cluster: start raylets for those that Ray takes to be dead, looking now and then.

@@ -169,7 +169,7 @@ class _Launch:
             self._write_run_file()
         except OSError as error:
             raise SettingsError(f"{self._out}/run.json: {error.strerror}; choose another --out") from None
-        self._cluster.place(self._settings.start_timeout_s, self._look)
+        self._cluster.place(self._settings.start_timeout_s, self._look, self._say)
         while True:
             self._epoch += 1
             verdict = self._attempt()

@@ -128,6 +128,17 @@ def test_a_host_whose_raylet_was_killed_trains_again_once_it_is_back(
     assert pools(cluster.hosts) == {"h0": set(), "h1": set()}
 
 
+def test_more_hosts_than_there_are_nodes_are_waited_for_and_then_refused(cluster: RayCluster, where: Path) -> None:
+    process = start(cluster, where / "many", *SETTINGS, "--start-timeout-s", "5", hosts=3)
+    code, printed, said = finish(process)
+    there_is = "the cluster has 2 living nodes and "
+    assert f"waiting up to 5 s for 3 nodes with a free CPU; {there_is}" in said
+    assert code == 2
+    text = json.loads(printed)["error"]["text"]
+    assert text.startswith(f"hosts = 3: not placed within 5 s; {there_is}")
+    assert pools(cluster.hosts) == {"h0": set(), "h1": set()}
+
+
 def test_a_host_that_is_cut_off_and_stays_away_ends_the_run_with_its_name(where: Path) -> None:
     need_hosts()
     out = where / "cut"
