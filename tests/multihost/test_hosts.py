@@ -187,7 +187,7 @@ def test_the_example_for_hosts_by_hand_trains_on_two(hosts_allowed: None, tmp_pa
         )  # fmt: skip
         try:
             done = hosts[0].run(
-                [str(EXAMPLE), "head", "2", "--steps", "2", *OPTIONS], cwd=tmp_path, env=given, timeout_s=110
+                [str(EXAMPLE), "head", "2", "--steps", "2", *OPTIONS], cwd=tmp_path, env=given, timeout_s=250
             )
         finally:
             end_with_children(joining)

@@ -68,7 +68,7 @@ def said(wanted):
 
 
 actors = [Store.options(resources={"h1": 1}).remote(), Store.options(resources={"h0": 1}).remote()]
-stores = RayStores(3.0)
+stores = RayStores(120.0)
 stores.know(actors, ["far", "near"])
 asked = stores.ask([wanted(0, 5), wanted(1, 7), wanted(0, 3, 1, 4)])
 found = asked.get()
@@ -80,9 +80,13 @@ copied = sum(part.flags.owndata for store in found for part in store)
 print("told copied", copied, "of", sum(len(store) for store in found))
 print("told", said([wanted(1, 7), wanted(0, 99)]))
 slow = stores.ask([wanted(1, 5), wanted(0, 98)])
-ray.wait(slow._asked, num_returns=1)
+ray.wait(slow._asked, num_returns=1, timeout=120)
 print("told unanswered", slow.unanswered())
-print("told", said([wanted(1, 7), wanted(0, 98)]))
+slow._timeout_s = 0.1
+try:
+    slow.get()
+except WaitTimeoutError as error:
+    print("told", error)
 actors[0].end.remote()
 print("told", said([wanted(1, 7), wanted(0, 5)]))
 """
@@ -98,18 +102,18 @@ def cluster() -> Iterator[RayCluster]:
 def test_an_object_made_on_one_host_is_fetched_by_another_over_the_cable(cluster: RayCluster) -> None:
     first, second = cluster.hosts
     before = second.traffic()[1]
-    out = first.python(FETCH, NBYTES, timeout_s=90)
+    out = first.python(FETCH, NBYTES, timeout_s=250)
     assert f"told h1 {NBYTES} {(NBYTES - 1) % 256} 2" in out.splitlines()
     assert second.traffic()[1] - before > NBYTES
 
 
 def test_pieces_come_without_a_copy_and_who_gives_none_is_named(cluster: RayCluster) -> None:
-    out = cluster.hosts[0].python(ASK, timeout_s=90).splitlines()
+    out = cluster.hosts[0].python(ASK, timeout_s=250).splitlines()
     assert [line.removeprefix("told ") for line in out if line.startswith("told ")] == [
         "copied 0 of 13",
         "('ProtocolError', 'store holds no trajectory number 99')",
         "unanswered ['far']",
-        "('WaitTimeoutError', 'the store of far gave no pieces within 3 s')",
+        "the store of far gave no pieces within 0.1 s",
         "('PeerLostError', 'the store of far is dead: ActorDiedError')",
     ]
 
