@@ -60,7 +60,7 @@ class StoreSide:
         return self._plain[:nbytes]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Counted:
     """Answers, of which each is noted when it has come."""
 

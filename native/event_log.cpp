@@ -47,6 +47,9 @@ void append_number(std::string& out, std::string_view name, long long value) {
     out.append(name).append(digits.data(), end);
 }
 
+/// Room for a line that is kept for the next one.
+constexpr std::size_t kSpareNbytes = 64 << 10;
+
 /// Lines that wait to be written, at most `capacity_nbytes` of them. Only touched with the GIL held.
 class EventLog {
   public:
@@ -57,23 +60,33 @@ class EventLog {
         }
     }
 
-    /// Never raises: what cannot be a line is dropped, counted, and the first of it kept as text.
-    void note(PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
+    /// What cannot be a line is dropped, counted, and the first of it told by `take`. False: an interrupt came while
+    /// Python made a part of it, which is its caller's, and set.
+    bool note(PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
         if (closed_ || lines_.size() >= capacity_nbytes_) {
             ++dropped_;
-            return;
+            return true;
         }
         // Its own until it is whole: `dumps` is Python, and another thread may note meanwhile.
         std::string line = std::move(spare_);
         line.clear();
         try {
             make_line(line, arguments, count, names);
+            if (line.size() > capacity_nbytes_) throw py::value_error("too long");
             lines_.append(line);
-        } catch (const std::exception& error) {  // what Python raised, too
+        } catch (py::error_already_set& error) {
             ++dropped_;
-            if (fault_.empty()) fault_ = error.what();
+            if (!error.matches(PyExc_Exception)) {
+                error.restore();
+                return false;
+            }
+            keep_fault(arguments, count, error.what());
+        } catch (const std::exception& error) {
+            ++dropped_;
+            keep_fault(arguments, count, error.what());
         }
-        spare_ = std::move(line);
+        if (line.capacity() <= kSpareNbytes) spare_ = std::move(line);
+        return true;
     }
 
     /// (lines, how many were dropped, what the first of them failed for); begins anew.
@@ -129,6 +142,15 @@ class EventLog {
         return at;
     }
 
+    /// The event and the first line of what it failed for.
+    void keep_fault(PyObject* const* arguments, Py_ssize_t count, std::string_view why) {
+        if (!fault_.empty()) return;
+        if (count > 0 && PyUnicode_Check(arguments[0]) && PyUnicode_IS_ASCII(arguments[0])) {
+            fault_.append(static_cast<const char*>(PyUnicode_DATA(arguments[0]))).append(": ");
+        }
+        fault_.append(why.substr(0, why.find('\n')));
+    }
+
     /// The members event and lane.
     std::string_view what_it_is(PyObject* event) const {
         PyObject* found = event == nullptr ? nullptr : PyDict_GetItemWithError(named_.ptr(), event);
@@ -179,9 +201,8 @@ class EventLog {
 constexpr const char* kCapsule = "shmstage.EventLog";
 
 PyObject* note(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
-    static_cast<std::shared_ptr<EventLog>*>(PyCapsule_GetPointer(capsule, kCapsule))
-        ->get()
-        ->note(arguments, count, names);
+    auto& log = *static_cast<std::shared_ptr<EventLog>*>(PyCapsule_GetPointer(capsule, kCapsule));
+    if (!log->note(arguments, count, names)) return nullptr;
     Py_RETURN_NONE;
 }
 
@@ -215,7 +236,7 @@ void bind_event_log(py::module_& module) {
     )
         .def(py::init<py::dict, py::function, std::size_t>(), py::arg("named"), py::arg("dumps"),
              py::arg("capacity_nbytes"))
-        .def_property_readonly("note", &note_of, "A function to note one event with; it never raises.")
+        .def_property_readonly("note", &note_of, "A function to note one event with; it raises nothing but an interrupt.")
         .def("take", &EventLog::take,
              "(lines, events dropped since the last take, what the first that could not be a line failed for or '').")
         .def("close", &EventLog::close, "From now on everything is dropped.");

@@ -111,10 +111,16 @@ def test_lines_that_wait_are_bounded_and_what_was_dropped_is_told_once() -> None
 def test_a_note_does_not_outlive_or_leak_its_log() -> None:
     dumps = partial(json.dumps)
     log = EventLog({"retired": '"event":"retired"'}, dumps, 100)
+    held = sys.getrefcount(dumps)
     note = log.note
     del log
-    note("retired", 1, kind="Grüße")
-    held = sys.getrefcount(dumps)
+    event, figures = "".join(["reti", "red"]), {"kind": "Grüße", "odd": object()}
+    counts = [sys.getrefcount(each) for each in (event, *figures, *figures.values())]
+    for number in range(1, 4):
+        note(event, number, kind=figures["kind"])
+        note(event, number, **figures)
+    assert [sys.getrefcount(each) for each in (event, *figures, *figures.values())] == counts
+    assert sys.getrefcount(dumps) == held
     del note
     assert sys.getrefcount(dumps) == held - 1
 
@@ -142,12 +148,13 @@ def test_events_noted_by_other_threads_while_one_is_made_are_whole_lines() -> No
 @pytest.mark.parametrize(
     ("noted", "says"),
     [
-        (lambda note: note("staged", 5, nbytes=object()), "not JSON serializable"),
+        (lambda note: note("staged", 5, nbytes=object()), "^staged: TypeError: .*not JSON serializable$"),
+        (lambda note: note("staged", 5, text="x" * 2000), "^staged: too long$"),
         (lambda note: note("no such event"), "no event 'no such event'"),
         (lambda note: note(), "no event"),
         (lambda note: note(["staged"]), "no event"),
         (lambda note: note("staged", 1 << 80), "too large to convert|too big to convert"),
-        (lambda note: note("staged", step="three"), "str"),
+        (lambda note: note("staged", step="three"), "^staged: .*str"),
         (lambda note: note("staged", 1, 2, 3), "note\\(event, t, end"),
     ],
 )
@@ -157,6 +164,17 @@ def test_what_cannot_be_an_event_is_told_and_never_raised(noted: Callable[[objec
     text, dropped, fault = log.take()
     assert (text, dropped) == ("", 1)
     assert re.search(says, fault)
+
+
+def test_an_interrupt_that_comes_while_a_line_is_made_is_its_callers() -> None:
+    def dumps(value: object) -> str:
+        raise KeyboardInterrupt
+
+    log = EventLog({"retired": '"event":"retired"'}, dumps, 1000)
+    with pytest.raises(KeyboardInterrupt):
+        log.note("retired", 1, kind="Grüße")
+    log.note("retired", 2)
+    assert log.take() == ('{"t":2,"event":"retired"}\n', 1, "")
 
 
 def test_names_that_are_made_at_run_time_are_known_too() -> None:

@@ -72,6 +72,8 @@ class FetchAhead:
         self._verify_full = verify_full
         self._lock = threading.Lock()
         self._wishes: dict[bytes, _Wish] = {}
+        #: what each busy thread waits for
+        self._asked: dict[Answers, None] = {}
         self._threads = ThreadPoolExecutor(AHEAD, thread_name_prefix="fetch")
 
     def want(self, key: bytes, part: WindowPart, estimate_nbytes: int) -> None:
@@ -144,10 +146,15 @@ class FetchAhead:
 
     def _fetch(self, wish: _Wish) -> Fetched:
         wanted = wish.part.wanted()
-        wish.answers = self._stores.ask(wanted)
+        answers = wish.answers = self._stores.ask(wanted)
+        self._asked[answers] = None
+        try:
+            came = answers.get()
+        finally:
+            del self._asked[answers]
         found: dict[int, Piece] = {}
         nbytes = 0
-        for each, parts in zip(wanted, wish.answers.get(), strict=True):
+        for each, parts in zip(wanted, came, strict=True):
             pieces = decode_pieces(parts)
             if self._verify_full:
                 for piece in pieces:
@@ -166,16 +173,17 @@ class FetchAhead:
             except CancelledError:
                 raise StoppedError("pieces are not wanted any more") from None
             except TimeoutError:
-                if request.done():
-                    raise
+                if request.done():  # just now, or with a TimeoutError of its own
+                    return request.result()
             if given_up():
                 raise StoppedError("stopped while waiting for pieces")
             if left_s <= 0:
-                raise WaitTimeoutError(_late(wish))
+                raise WaitTimeoutError(self._why_late(wish))
 
-
-def _late(wish: _Wish) -> str:
-    late = wish.answers.unanswered() if wish.answers is not None else []
-    if not late:
-        return "pieces were not fetched in time: this host is slow, or what it fetched before is not packed"
-    return f"no pieces in time from the store of {', '.join(late)}: dead, unreachable or slow"
+    def _why_late(self, wish: _Wish) -> str:
+        """One that has not been asked for waits for a thread, and with it for what others were asked for."""
+        asked = [wish.answers] if wish.answers is not None else list(self._asked)
+        late = dict.fromkeys(name for answers in asked for name in answers.unanswered())
+        if not late:
+            return "pieces were not made ready in time: this host is slow"
+        return f"no pieces in time from the store of {', '.join(late)}: dead, unreachable or slow"

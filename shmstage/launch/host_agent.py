@@ -202,7 +202,8 @@ class HostAgent:
         key = xxhash.xxh3_128_digest(plan + digests)
         if layout_id != opened.training:
             key += b"%d" % layout_id
-        return key, opened.ahead.wanted(key) or read_part(plan, digests, window)
+        known = opened.ahead.wanted(key)
+        return key, known if known is not None else read_part(plan, digests, window)
 
     def _stop(self, given_up: Callable[[], bool]) -> bool:
         lost = self._trainer_lost()

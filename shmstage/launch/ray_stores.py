@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from shmstage.errors import PeerLostError, ProtocolError, ShmstageError, WaitTimeoutError
+from shmstage.errors import PeerLostError, ProtocolError, RunFailedError, ShmstageError, WaitTimeoutError
 from shmstage.launch.trajectory_store import TrajectoryStore
 from shmstage.packing.parts import Wanted
 
@@ -116,15 +116,12 @@ class RayAnswers:
         Raises what a store refused with, ``PeerLostError`` or ``WaitTimeoutError`` naming one that is dead or slow.
         """
         import ray
-        from ray.exceptions import GetTimeoutError
 
         try:
             found = ray.get(self._asked, timeout=self._timeout_s)
-        except Exception as error:  # whose it is, each alone says
-            for asked, name in zip(self._asked, self._names, strict=True):
-                self._check(asked, name, late_is_error=isinstance(error, GetTimeoutError))
-            found = ray.get(self._asked, timeout=0)  # the last has come just now
-        return [joined(chunks) for chunks in found]
+        except Exception:  # whose it is, each alone says
+            found = self._what_came()
+        return [self._joined(chunks, name) for chunks, name in zip(found, self._names, strict=True)]
 
     def unanswered(self) -> list[str]:
         """The names of the hosts whose stores have not answered."""
@@ -133,18 +130,34 @@ class RayAnswers:
         _, late = ray.wait(self._asked, num_returns=len(self._asked), timeout=0)
         return [name for asked, name in zip(self._asked, self._names, strict=True) if asked in late]
 
-    def _check(self, asked: Any, name: str, *, late_is_error: bool) -> None:
+    def _what_came(self) -> list[Any]:
+        """After a failure: raises one that has come, or names all that have not; nothing if the last came just now."""
         import ray
-        from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
+        came, late = ray.wait(self._asked, num_returns=len(self._asked), timeout=0)
+        names = dict(zip(self._asked, self._names, strict=True))
+        found = {asked: _gotten(asked, names[asked]) for asked in came}
+        if late:
+            who = ", ".join(names[asked] for asked in self._asked if asked in late)
+            raise WaitTimeoutError(f"no pieces within {self._timeout_s:g} s from the store of {who}")
+        return [found[asked] for asked in self._asked]
+
+    def _joined(self, chunks: Any, name: str) -> list[Bytes]:
         try:
-            ray.get(asked, timeout=0)
-        except GetTimeoutError:
-            if late_is_error:
-                raise WaitTimeoutError(f"the store of {name} gave no pieces within {self._timeout_s:g} s") from None
-        except RayTaskError as error:
-            if isinstance(error.cause, ShmstageError):
-                raise error.cause from None
-            raise
-        except (RayActorError, ObjectLostError) as error:
-            raise PeerLostError(f"the store of {name} is dead: {type(error).__name__}") from None
+            return joined(chunks)
+        except ProtocolError as error:
+            raise ProtocolError(f"the store of {name}: {error}") from None
+
+
+def _gotten(asked: Any, name: str) -> Any:
+    import ray
+    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+
+    try:
+        return ray.get(asked, timeout=10.0)
+    except RayTaskError as error:
+        if isinstance(error.cause, ShmstageError):
+            raise error.cause from None
+        raise RunFailedError(f"the store of {name} failed: {' '.join(str(error).split())[-500:]}") from None
+    except (RayActorError, ObjectLostError) as error:
+        raise PeerLostError(f"the store of {name} is dead: {type(error).__name__}") from None

@@ -8,6 +8,7 @@ threads per message. If it does not come back for the next one, the thread takes
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -129,12 +130,13 @@ class Receiver:
         Raises ``WaitTimeoutError`` after 5 s; harmless twice and in a forked child.
         """
         self._stopping = True
-        self._closing.set()
         if self._guard.forked:
-            return  # whoever held the turn at the fork holds it here for ever
+            return  # whoever held a lock at the fork holds it here for ever
+        self._closing.set()
         # A thread that has not come to life yet asks whether to stop before it asks for the turn.
         if self._turn.locked():
-            self._channel.wake()
+            with contextlib.suppress(TransportError):  # closed by another thread just now
+                self._channel.wake()
         if not self._turn.acquire(timeout=_CLOSE_S):
             raise WaitTimeoutError(f"{self._name} did not end within {_CLOSE_S} s of its close")
         try:

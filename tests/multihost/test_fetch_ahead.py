@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmstage.errors import ProtocolError, StoppedError
+from shmstage.errors import ProtocolError, StoppedError, WaitTimeoutError
 from shmstage.launch.fetch_ahead import AHEAD, REMEMBERED, FetchAhead, Fetched
 from shmstage.packing.parts import Wanted, WindowPart, part_of, read_part
 from shmstage.packing.pieces import encode_pieces
@@ -163,3 +163,46 @@ def test_full_verification_finds_values_that_are_not_those_of_their_digest() -> 
                 assert list(take().pieces) == [0]
         finally:
             fetching.close()
+
+
+def test_what_has_not_been_asked_for_says_whose_answers_hold_it_up() -> None:
+    """Every thread waits for a store that hangs, and what nobody prefetched comes after them."""
+    fetching = FetchAhead(stores := Slow(), limit_nbytes=1 << 30, verify_full=False)
+    try:
+        for number in range(AHEAD):
+            fetching.want(b"%d" % number, part(), 1)
+            assert stores.asked.acquire(timeout=30)
+        with pytest.raises(WaitTimeoutError, match="no pieces in time from the store of host 0: dead, unreachable"):
+            fetching.take(b"evaluation", part(), deadline=time.monotonic(), given_up=lambda: False)
+    finally:
+        stores.may_answer.set()
+        fetching.close()
+
+
+def test_what_comes_at_the_last_look_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for it timed out, and then it was done."""
+    fetching = FetchAhead(stores := Slow(), limit_nbytes=1 << 30, verify_full=False)
+    begin, looked = fetching._begin, []
+
+    def begun(wish: Any) -> Any:
+        request = begin(wish)
+        result = request.result
+
+        def late(timeout: float | None = None) -> Fetched:
+            if not looked:
+                looked.append(timeout)
+                stores.may_answer.set()
+                result()
+                raise TimeoutError
+            return result(timeout)
+
+        request.result = late
+        return request
+
+    monkeypatch.setattr(fetching, "_begin", begun)
+    try:
+        fetched = fetching.take(b"only", part(), deadline=time.monotonic() + 30, given_up=lambda: False)
+        assert (list(fetched.pieces), len(looked)) == ([0], 1)
+    finally:
+        stores.may_answer.set()
+        fetching.close()

@@ -58,8 +58,8 @@ MUTANTS = (
     Mutant(
         "a wait for pieces names nobody",
         f"{LAUNCH}/fetch_ahead.py",
-        "    late = wish.answers.unanswered() if wish.answers is not None else []\n",
-        "    late: list[str] = []\n",
+        "for answers in asked for name in answers.unanswered())",
+        "for answers in asked[:0] for name in answers.unanswered())",
         (f"{STORES}::test_a_wait_for_pieces_and_one_for_a_slot_end_at_the_deadline_and_say_who_is_waited_for",),
     ),
     Mutant(
@@ -93,8 +93,8 @@ MUTANTS = (
     Mutant(
         "who has not answered yet is named for another's refusal",
         f"{LAUNCH}/ray_stores.py",
-        "late_is_error=isinstance(error, GetTimeoutError)",
-        "late_is_error=True",
+        "        found = {asked: _gotten(asked, names[asked]) for asked in came}\n        if late:\n",
+        "        found = {}\n        if late:\n",
         (f"{RAY}::test_pieces_come_without_a_copy_and_who_gives_none_is_named",),
     ),
     Mutant(

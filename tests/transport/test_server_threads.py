@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from forking import exit_code_in_forked_child
 
 from shmstage.errors import PeerLostError, TransportError
 from shmstage.memory.identity import PeerWatch
@@ -174,7 +175,7 @@ def test_error_while_the_executing_thread_receives_is_reported_to_everybody(
 
 
 def test_close_waits_for_the_executing_thread_to_stop_receiving_and_leaves_no_trace_in_the_log(
-    server: Server, caplog: pytest.LogCaptureFixture
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
 
@@ -185,14 +186,61 @@ def test_close_waits_for_the_executing_thread_to_stop_receiving_and_leaves_no_tr
         except TransportError as error:
             said.append(str(error))
 
+    receives = threading.Event()
+    step = server._receiver.step_borrowed
+
+    def noted(timeout_s: float) -> int:
+        if timeout_s > 0:
+            receives.set()
+        return step(timeout_s)
+
+    monkeypatch.setattr(server._receiver, "step_borrowed", noted)
     waiting = threading.Thread(target=serve)
     waiting.start()
-    while not server._receiver._turn.locked() or not server._receiver._channel._socket._waiting:  # type: ignore[attr-defined]
-        os.sched_yield()
+    assert receives.wait(WAIT_S)
     server.close()
     waiting.join(WAIT_S)
     assert said == ["shmstage-server is closed"]
     assert caplog.records == []
+
+
+def test_two_threads_may_close_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = server._receiver._channel
+    closing, go_on, raised = threading.Event(), threading.Event(), []
+    shut = channel.close
+
+    def slowly() -> None:
+        shut()
+        closing.set()
+        assert go_on.wait(WAIT_S)
+
+    def close() -> None:
+        try:
+            server.close()
+        except Exception as error:
+            raised.append(error)
+
+    monkeypatch.setattr(channel, "close", slowly)
+    threads = [threading.Thread(target=close) for _ in range(2)]
+    threads[0].start()
+    assert closing.wait(WAIT_S)
+    threads[1].start()
+    go_on.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert raised == []
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_close_in_a_forked_child_waits_for_no_lock_of_another_thread(server: Server) -> None:
+    receiver = server._receiver
+
+    def closes() -> int:
+        server.close()
+        return 7
+
+    with receiver._closing._cond:  # as the receiving thread may hold it at the fork; the turn it has while it waits
+        assert exit_code_in_forked_child(closes) == 7
 
 
 def test_wake_ends_a_wait_for_events_and_is_kept_for_the_next_one(
