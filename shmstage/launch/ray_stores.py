@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, final
@@ -20,7 +19,7 @@ Bytes = npt.NDArray[np.uint8]
 CHUNK_NBYTES = 1 << 20
 
 
-def answer(store: TrajectoryStore, asked: bytes) -> list[pickle.PickleBuffer]:
+def answer(store: TrajectoryStore, asked: bytes) -> list[Bytes]:
     """In the store's actor: what Ray gathers in its object store, from where the asking host fetches it as one object.
 
     `asked`: int64 `[3, n]` of numbers, begins and ends. Raises as ``TrajectoryStore.pieces``.
@@ -28,13 +27,9 @@ def answer(store: TrajectoryStore, asked: bytes) -> list[pickle.PickleBuffer]:
     return chunked(store.pieces(*np.frombuffer(asked, np.int64).reshape(3, -1)))
 
 
-def chunked(parts: Iterable[Bytes]) -> list[pickle.PickleBuffer]:
+def chunked(parts: Iterable[Bytes]) -> list[Bytes]:
     """Each part in chunks of `CHUNK_NBYTES`, of which the last is shorter; nothing is copied."""
-    return [
-        pickle.PickleBuffer(part.data[at : at + CHUNK_NBYTES])
-        for part in parts
-        for at in range(0, len(part) + 1, CHUNK_NBYTES)
-    ]
+    return [part[at : at + CHUNK_NBYTES] for part in parts for at in range(0, len(part) + 1, CHUNK_NBYTES)]
 
 
 def joined(chunks: Iterable[Any]) -> list[Bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -23,16 +22,16 @@ def parts() -> list[Bytes]:
     return [random.integers(0, 256, size, np.uint8) for size in SIZES]
 
 
-def carried(chunks: list[pickle.PickleBuffer], alignment: int) -> list[memoryview]:
+def carried(chunks: list[Bytes], alignment: int) -> list[memoryview]:
     """The chunks in one piece of memory, each at a multiple of ``alignment``, as an object store lays them out."""
     starts, nbytes = [], 0
     for chunk in chunks:
         starts.append(nbytes)
-        nbytes += -(-chunk.raw().nbytes // alignment) * alignment
+        nbytes += -(-chunk.nbytes // alignment) * alignment
     memory = memoryview(bytearray(nbytes))
     for start, chunk in zip(starts, chunks, strict=True):
-        memory[start : start + chunk.raw().nbytes] = chunk.raw()
-    return [memory[start : start + chunk.raw().nbytes] for start, chunk in zip(starts, chunks, strict=True)]
+        memory[start : start + chunk.nbytes] = chunk.data
+    return [memory[start : start + chunk.nbytes] for start, chunk in zip(starts, chunks, strict=True)]
 
 
 @pytest.mark.parametrize("alignment", [64, CHUNK_NBYTES + 64])
@@ -43,7 +42,7 @@ def test_parts_come_as_they_were_wherever_their_chunks_lie(parts: list[Bytes], a
 
 
 def test_no_chunk_is_larger_than_what_is_copied_without_threads_and_none_is_a_copy(parts: list[Bytes]) -> None:
-    chunks = [np.frombuffer(chunk, np.uint8) for chunk in chunked(parts)]
+    chunks = chunked(parts)
     assert max(map(len, chunks)) == CHUNK_NBYTES
     assert all(any(np.shares_memory(chunk, part) for part in parts) for chunk in chunks if len(chunk))
 
