@@ -3,16 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RUNNABLE := $(VENV)/.installed-to-run
+SOURCES := pyproject.toml setup.py $(wildcard native/*.cpp native/*.h)
 JOBS ?= 2
 
 .PHONY: run example docs venv adapters versions test test-fast dist browser host-tools lint mutants native-sanitize soak bench bench-full bench-packages clean
 
 # `make` alone does the main job: train the demo with staging on.
-run: venv
+run: $(RUNNABLE)
 	$(BIN)/shmstage run --pipeline-step-boundary --stage-next-microbatch
 
 # a whole loop of reinforcement learning: rollout workers, verifier, training, from a mean reward under 0.3 to 0.9
-example: venv
+example: $(RUNNABLE)
 	$(BIN)/python examples/grpo_arithmetic/train.py
 
 # the documentation, in build/site: a broken link or a page that nothing leads to makes it fail, and so does any block of code
@@ -23,11 +25,22 @@ docs: venv
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py $(wildcard native/*.cpp native/*.h)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[train,dev,docs]'
+$(STAMP): $(SOURCES)
+	$(call install,train$(COMMA)dev$(COMMA)docs)
+	touch $(RUNNABLE) $@
+
+# what `run` and `example` need is little of that
+$(RUNNABLE): $(SOURCES)
+	$(call install,train$(COMMA)examples)
 	touch $@
+
+COMMA := ,
+define install
+	@echo "installing shmstage[$(1)] into $(VENV), with its C++ core: some minutes, quiet meanwhile"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(BIN)/python -m pip install --quiet --editable '.[$(1)]'
+endef
 
 # environments for tests/ecosystem, made once: the packages that the adapters are for, and the other Pythons that the package
 # is for with the newest JAX; where those Pythons are not on this machine their tests are skipped
