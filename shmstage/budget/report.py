@@ -127,14 +127,19 @@ def _fit_json(fit: Fit) -> dict[str, Any]:
 
 
 def verdict_line(report: Report) -> str:
-    """The verdict, the limit that binds and both figures, and what the verdict does not tell, in one line."""
+    """The verdict, the limit that binds and both figures, others that are passed, and what it does not tell: one line."""
     fit = report.judgement.binding
     left = f"{in_words(abs(fit.headroom_nbytes))} {'left' if fit.headroom_nbytes >= 0 else 'short'}"
     said = (
         f"{report.judgement.verdict}: {' and '.join(fit.bound.scopes)} memory needs {in_words(fit.need_nbytes)} "
         f"({_MOMENT[fit.moment]}); {fit.bound.name} leaves {in_words(fit.bound.available_nbytes)}: {left}"
     )
-    return "; ".join([said, *report.reservations])
+    others = [
+        f"{other.bound.name} is {in_words(-other.headroom_nbytes)} short, too"
+        for other in report.judgement.fits
+        if other is not fit and other.verdict == "does not fit"
+    ]
+    return "; ".join([said, *others, *report.reservations])
 
 
 _MOMENT = {"steady": "at steady state", "checkpoint": "at a checkpoint", "restart": "at a restart"}
@@ -144,6 +149,8 @@ def print_report(report: Report, console: Console, *, explain: bool = False) -> 
     """Tables for people: GB are 1e9 bytes, GiB 2**30."""
     for table in (_field_table(report), _amount_table(report, explain=explain), _limit_table(report)):
         console.print(table)
+    if not all(amount.counted for amount in report.forecast.amounts):
+        console.print("in brackets: shown beside, not counted", markup=False, highlight=False)
     for text in report.assumed:
         console.print(f"assumed: {text}", markup=False, highlight=False, soft_wrap=True)
     caps = ", ".join(_most_in_words(name, count) for name, count in report.most.items())

@@ -335,6 +335,16 @@ def test_people_get_tables_and_a_verdict_line(capsys: pytest.CaptureFixture[str]
     assert cli.main(["budget", *GOLDEN, "--routing-encoding", "ragged", "--limit", "1TB", "--explain"]) == 0
     assert "[rows, tokens, layers, top_k]" in " ".join(capsys.readouterr().out.split())
     assert out.splitlines()[-1].startswith("does not fit: shm and host memory needs ")
+    assert "in brackets: shown beside, not counted" in out
+
+
+def test_the_verdict_names_every_limit_that_is_passed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["budget", "--param-bytes", "28GB", "--device-memory", "80GB", "--limit", "64GB"]) == 1
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("does not fit: shm and host memory needs ")
+    assert said.endswith("; the device memory is 88000049152 bytes (88 GB) short, too")
+    assert cli.main(["budget", "--param-bytes", "28GB", "--device-memory", "800GB", "--limit", "64GB"]) == 1
+    assert "too" not in capsys.readouterr().out.splitlines()[-1]
 
 
 def run_real(*arguments: str, cwd: Path, prelude: str = "") -> subprocess.CompletedProcess[str]:
