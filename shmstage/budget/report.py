@@ -127,7 +127,7 @@ def _fit_json(fit: Fit) -> dict[str, Any]:
 
 
 def verdict_line(report: Report) -> str:
-    """The verdict, the limit that binds and both figures, others that are passed, and what it does not tell: one line."""
+    """The verdict, the limit that binds and both figures, others that are passed, and what is not told, in one line."""
     fit = report.judgement.binding
     left = f"{in_words(abs(fit.headroom_nbytes))} {'left' if fit.headroom_nbytes >= 0 else 'short'}"
     said = (
