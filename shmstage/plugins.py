@@ -6,12 +6,15 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
-from shmstage.errors import MissingExtraError, PluginError, ShmstageError
+from shmstage.errors import MissingExtraError, PluginError, ShmstageError, named
 
 #: top-level package → the extra of ours that installs it
 EXTRAS = {"optax": "train", "orbax": "train", "ray": "ray", "pyarrow": "parquet", "prometheus_client": "metrics"}
+#: most functions that an error names
+MAX_NAMED = 8
 
 
 def make(setting: str, name: str, settings: Mapping[str, Any], *, needs: Sequence[str]) -> Any:
@@ -53,11 +56,27 @@ def _find(setting: str, name: str) -> Callable[[Mapping[str, Any]], Any]:
         raise PluginError(
             f"{setting} {name}: importing {module_name} raised {type(error).__name__}: {error}"
         ) from error
-    factory = getattr(module, attribute, None)
+    if not hasattr(module, attribute):
+        raise PluginError(f"{setting} {name}: {module_name} has no {attribute!r}; {_functions_of(module)}")
+    factory = getattr(module, attribute)
     if not callable(factory):
-        found = "nothing" if factory is None else f"a {type(factory).__name__}"
-        raise PluginError(f"{setting} {name}: {module_name}.{attribute} is {found}, not a function of the settings")
+        kind = type(factory).__name__
+        raise PluginError(f"{setting} {name}: {module_name}.{attribute} is a {kind}, not a function of the settings")
     return factory  # type: ignore[no-any-return]
+
+
+def _functions_of(module: ModuleType) -> str:
+    """The public functions and classes of the module's own package, for an error's text."""
+    package = module.__name__.partition(".")[0]
+    names = [
+        name for name, value in vars(module).items()
+        if isinstance(value, FunctionType | type) and not name.startswith("_")
+        and str(value.__module__).partition(".")[0] == package
+    ]  # fmt: skip
+    if not names:
+        return "there is no function there"
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"functions there: {', '.join(named(name, 40) for name in names[:MAX_NAMED])}{more}"
 
 
 def _missing(setting: str, name: str, error: ModuleNotFoundError) -> ShmstageError:

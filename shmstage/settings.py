@@ -7,17 +7,16 @@ thing. A flag beats the environment, the environment beats the file, the file be
 from __future__ import annotations
 
 import difflib
-import re
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shmstage.errors import SettingsError, named, shown
-from shmstage.tables import MAX_TABLE_DEPTH, MAX_TEXT_CHARACTERS, check_table, is_line
+from shmstage.settings_origins import TABLES, check_variables, read_settings_file
+from shmstage.tables import MAX_TEXT_CHARACTERS, check_table, is_line
 
 Boundary = Literal["serial", "pipelined", "staged_after_update", "staged_before_update"]
 BOUNDARIES: tuple[Boundary, ...] = ("serial", "pipelined", "staged_after_update", "staged_before_update")
@@ -36,12 +35,20 @@ MAX_WAIT_S = 30 * 86400.0
 MAX_COUNT = 2**53
 #: a run id goes into the pool's header
 MAX_RUN_NBYTES = 127
-FILE_LIMIT_NBYTES = 1 << 20
-#: tomllib takes the square of the number of a key's parts: minutes for a file of 40 kB
-_LONG_KEY = re.compile(
-    rf"""(?<![\w-])(?>(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_TABLE_DEPTH + 1}}}""", re.ASCII
-)
 LEVELS = ("default", "file", "environment", "flag")
+
+_PLUGIN = r"^([^:/]+:\w+)?$"
+_STEPS = r"^([1-9]\d{0,14}:[1-9]\d{0,14})?$"
+#: where pydantic would show a pattern, or half of a choice: the placeholder in --help, and what an error asks for
+WANTED = {
+    "run": ("ID", "at most 64 letters, digits, '_', '.' or '-'"),
+    **dict.fromkeys(
+        ("source", "engine", "hooks"), ("MODULE:FACTORY", "module:factory, for example my_package.rl:make")
+    ),
+    "metrics_port": ("PORT", "a port, 0 to 65535, or off"),
+    "metrics_host": ("ADDRESS", "an address, for example 127.0.0.1"),
+    **dict.fromkeys(("profile_steps", "record_steps"), ("FROM:TO", "FROM:TO, for example 3:5; the first step is 1")),
+}
 
 
 class Settings(BaseModel):
@@ -52,11 +59,15 @@ class Settings(BaseModel):
     run: str = Field("", max_length=64, pattern=r"^[\w.-]*$", description="run id; empty: made from the time")
     out: Path | None = Field(None, description="output directory; unset: runs/<run>")
     bundle: Path | None = Field(None, description="directory of a bundle to train; unset: the demo bundle")
-    source: str = Field("", description="where trajectories come from, as module:factory; settings in [source]")
-    engine: str = Field("", description="what trains, as module:factory; settings in [engine]")
+    source: str = Field(
+        "", pattern=_PLUGIN, description="where trajectories come from, as module:factory; settings in [source]"
+    )
+    engine: str = Field("", pattern=_PLUGIN, description="what trains, as module:factory; settings in [engine]")
     source_settings: dict[str, Any] = Field(default_factory=dict)
     engine_settings: dict[str, Any] = Field(default_factory=dict)
-    hooks: str = Field("", description="who hears of checkpoints and steps, as module:factory; settings in [hooks]")
+    hooks: str = Field(
+        "", pattern=_PLUGIN, description="who hears of checkpoints and steps, as module:factory; settings in [hooks]"
+    )
     hooks_settings: dict[str, Any] = Field(default_factory=dict)
 
     boundary: Boundary = Field("serial", description="order of the commands at a step boundary")
@@ -116,13 +127,13 @@ class Settings(BaseModel):
     )
     metrics_host: str = Field("127.0.0.1", min_length=1, description="address that metrics_port is opened on")
     profile_steps: str = Field(
-        "", pattern=r"^([1-9]\d{0,14}:[1-9]\d{0,14})?$",
+        "", pattern=_STEPS,
         description="steps that JAX profiles into OUT/profile, as FROM:TO, both included",
     )  # fmt: skip
     step_timing_log: bool = Field(False, description="one TRAINER_STEP_TIMING line per step in OUT/trainer.log")
     record: Path | None = Field(None, description="directory to make: a bundle of what record_steps are trained on")
     record_steps: str = Field(
-        "", pattern=r"^([1-9]\d{0,14}:[1-9]\d{0,14})?$",
+        "", pattern=_STEPS,
         description="steps to record into the bundle record, as FROM:TO, both included",
     )  # fmt: skip
 
@@ -219,10 +230,6 @@ SWITCHES: dict[str, tuple[str, str]] = {
 }
 
 
-#: not settings of their own: tables of the TOML file
-TABLES = {"engine_settings": "engine", "source_settings": "source", "hooks_settings": "hooks"}
-
-
 @dataclass(frozen=True)
 class Resolved:
     """Checked settings and, per key, where the value came from (``default``, ``file PATH``, ``$NAME``, ``--flag``).
@@ -260,12 +267,14 @@ def resolve(
         for key, value in (before or {}).items()
         if key in Settings.model_fields and key != "resume" and value is not None
     }
-    read = _read_toml(file) if file else {}
+    read = read_settings_file(file) if file else {}
     budget = read.pop("budget") if isinstance(read.get("budget"), dict) else None
     for key, value in read.items():
         given[key] = _Given(value, 1, f"file {file}")
-    for key, name in _variables().items():
-        for spelled in name:
+    variables = _variables()
+    check_variables(environment, variables)
+    for key, names in variables.items():
+        for spelled in names:
             if spelled in environment:
                 given[key] = _Given(environment[spelled], 2, f"${spelled}")
     for key, value in flags.items():
@@ -288,34 +297,6 @@ def _variables() -> dict[str, list[str]]:
     return names
 
 
-def _read_toml(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as opened:  # may be a pipe: --config <(...)
-            text = opened.read(FILE_LIMIT_NBYTES + 1)
-        if len(text) > FILE_LIMIT_NBYTES:
-            raise SettingsError(f"settings file {file} is longer than {FILE_LIMIT_NBYTES} bytes; is it the right one?")
-        whole = text.decode()
-        if found := _LONG_KEY.search(whole):
-            raise SettingsError(
-                f"settings file {file}: the key {shown(found[0], 40)} has more than {MAX_TABLE_DEPTH} parts; flatten it"
-            )
-        raw = tomllib.loads(whole)
-    except OSError as error:
-        raise SettingsError(f"settings file {file}: {error.strerror}; check the path") from None
-    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, numbers or nesting beyond any use
-        raise SettingsError(f"settings file {file} is not valid TOML: {error}") from None
-    for table, key in TABLES.items():
-        if table in raw:
-            raise SettingsError(f"{table} in {file}: write it as the table [{key}]")
-        if isinstance(raw.get(key), dict):
-            # TOML cannot hold both `engine = "m:f"` and `[engine]`; inside the table the name is `factory`
-            inner = dict(raw.pop(key))
-            if "factory" in inner:
-                raw[key] = inner.pop("factory")
-            raw[table] = inner
-    return raw
-
-
 def _check_known(given: Mapping[str, _Given]) -> None:
     known = [*Settings.model_fields, *SWITCHES]
     for key, item in given.items():
@@ -323,6 +304,28 @@ def _check_known(given: Mapping[str, _Given]) -> None:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else "; `shmstage run --help` lists all settings"
             raise SettingsError(f"unknown setting {named(key)} = {shown(item.value)} ({item.origin}){hint}")
+        if item.level == 1:
+            _check_type(key, item)
+
+
+def _check_type(key: str, item: _Given) -> None:
+    """TOML has types, so a text (or true) is no number there; flags and variables are all texts."""
+    kinds = [bool] if key in SWITCHES else list(leaves_of(Settings.model_fields[key].annotation))
+    if type(item.value) not in (str, bool) or type(item.value) in kinds or item.value in kinds:
+        return
+    wanted = "true or false" if bool in kinds else "a number" if int in kinds or float in kinds else ""
+    if wanted:
+        quotes = ", without quotes" if isinstance(item.value, str) else ""
+        raise SettingsError(f"{key} = {shown(item.value)} ({item.origin}): must be {wanted}{quotes}")
+
+
+def leaves_of(annotation: Any) -> Iterator[Any]:
+    """The types and literal values that an annotation is made of."""
+    inner = get_args(annotation)
+    if not inner:
+        yield annotation
+    for each in inner:
+        yield from leaves_of(each)
 
 
 #: what each mode says of the three switches, in the order of ``SWITCHES``
@@ -382,5 +385,5 @@ def _explain(error: ValidationError, given: Mapping[str, _Given]) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     key = str(first["loc"][0]) if first["loc"] else "settings"
     origin = f" ({given[key].origin})" if key in given else ""
-    wanted = first["msg"].replace("Input should be", "must be")
+    wanted = f"must be {WANTED[key][1]}" if key in WANTED else first["msg"].replace("Input should be", "must be")
     return f"{key} = {shown(first['input'], 120)}{origin}: {wanted[:1].lower()}{wanted[1:]}"

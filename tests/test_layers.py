@@ -27,7 +27,10 @@ LAYERS = [
     "testing",
     "cli",
 ]
-BASE = ("errors", "frozen", "tables", "settings", "records", "events", "plugins", "child", "_native", "__init__")
+BASE = (
+    "errors", "frozen", "tables", "settings", "settings_origins", "records", "events", "plugins", "child", "_native",
+    "__init__",
+)  # fmt: skip
 #: package → the only folders (or files) that may import it
 DOORS = {
     "msgpack": ("wire/",),

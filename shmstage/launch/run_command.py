@@ -8,54 +8,63 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from shmstage.errors import SettingsError
 from shmstage.launch.command import CommandParser, json_on_failure
 from shmstage.launch.run_directory import completed, find_run, run_file
-from shmstage.settings import BOUNDARIES, ROUTING_ENCODINGS, SWITCHES, TABLES, Resolved, Settings, resolve
+from shmstage.settings import SWITCHES, WANTED, Resolved, Settings, leaves_of, resolve
+from shmstage.settings_origins import TABLES
 
 if TYPE_CHECKING:
     from shmstage.launch.progress import StepProgress
 
-CHOICES: dict[str, Sequence[str]] = {
-    "boundary": BOUNDARIES,
-    "verify": ("digest", "full"),
-    "on_overlong": ("error", "drop"),
-    "weight_sync": ("off", "async", "sync"),
-    "order": ("arrival", "prompt_batch"),
-    "routing_encoding": ROUTING_ENCODINGS,
+#: heading in --help → the first setting under it, in the order of their declaration
+SECTIONS = {
+    "The run and its input": "run",
+    "Order and size of steps": "boundary",
+    "Memory": "slots",
+    "What is done at a boundary": "checkpoint_every",
+    "Checks, resume, events": "verify",
+    "Watching": "metrics_port",
+    "Deadlines and restarts": "stage_wait_s",
 }
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """One flag per setting, named as in TOML, with ``-`` for ``_``; unset flags stay ``None``."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    heading_of = {key: heading for heading, key in SECTIONS.items()}
     for key, field in Settings.model_fields.items():
         if key in TABLES:
             continue
+        if key in heading_of:
+            group = parser.add_argument_group(heading_of[key])
         flag = "--" + key.replace("_", "-")
         default = "" if field.default in (None, "", False) else f" (default {field.default})"
         text = (field.description or "") + default
         if key == "resume":
             text += "; RUN: its OUT directory, its id or the beginning of it; without RUN --out says where"
-            parser.add_argument(flag, nargs="?", const=True, default=None, metavar="RUN", help=text)
-            parser.add_argument("--no-resume", dest=key, action="store_false", default=None, help=argparse.SUPPRESS)
+            group.add_argument(flag, nargs="?", const=True, default=None, metavar="RUN", help=text)
+            group.add_argument("--no-resume", dest=key, action="store_false", default=None, help=argparse.SUPPRESS)
         elif field.annotation is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-        elif key in CHOICES:
-            parser.add_argument(flag, choices=CHOICES[key], help=text)
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif get_origin(field.annotation) is Literal:
+            group.add_argument(flag, choices=get_args(field.annotation), help=text)
         else:
-            parser.add_argument(flag, metavar=_metavar(key, str(field.annotation)), help=text)
+            group.add_argument(flag, metavar=_metavar(key, field.annotation), help=text)
+    group = parser.add_argument_group("The three switches", "another spelling of --boundary")
     for key, (variable, text) in SWITCHES.items():
         flag = "--" + key.replace("_", "-")
-        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=f"{text} (${variable})")
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=f"{text} (${variable})")
 
 
-def _metavar(key: str, annotation: str) -> str:
+def _metavar(key: str, annotation: Any) -> str:
+    if key in WANTED:
+        return WANTED[key][0]
     if key.endswith("_s"):
         return "SECONDS"
-    return {"int": "N", "Path": "PATH"}.get(next((n for n in ("int", "Path") if n in annotation), ""), "NAME")
+    return {int: "N", float: "NUMBER", Path: "PATH"}[next(leaves_of(annotation))]
 
 
 def resolve_args(args: argparse.Namespace) -> Resolved:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from shmstage import cli
+from shmstage.launch import run_command
 
 HEAVY = ("jax", "numpy", "zmq", "pydantic", "rich")
 
@@ -60,6 +62,8 @@ def test_an_unknown_command_is_exit_2(capsys: pytest.CaptureFixture[str]) -> Non
         (["--slots", "1"], "slots = '1' (--slots): must be greater than or equal to 2"),
         (["--config", "nowhere.toml"], "settings file nowhere.toml"),
         (["--bundle", "x", "--source", "a:b"], "keep the one to train"),
+        (["--engine", "my_loss"], "engine = 'my_loss' (--engine): must be module:factory"),
+        (["--profile-steps", "3"], "profile_steps = '3' (--profile-steps): must be FROM:TO, for example 3:5"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(
@@ -71,6 +75,30 @@ def test_bad_input_is_one_line_and_exit_2(
     assert said in error
     assert len(error.splitlines()) == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_misspelt_variable_is_one_line_and_exit_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHMSTAGE_ROWZ", "3")
+    assert cli.main(["run", "--print-config"]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "SettingsError: unknown variable $SHMSTAGE_ROWZ; did you mean SHMSTAGE_ROWS?\n")
+
+
+def test_help_has_every_setting_in_its_group_with_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--help"])
+    first, *groups = re.split(r"\n\n(?=\S[^\n]*:\n)", capsys.readouterr().out)[1:]
+    assert re.findall(r"--[\w-]+", first) == ["--help", "--config", "--print-config", "--json"]
+    assert [group.split(":\n")[0] for group in groups] == [*run_command.SECTIONS, "The three switches"]
+    options = [re.findall(r"^  (--[\w-]+)", group, re.MULTILINE) for group in groups]
+    assert [each[0].removeprefix("--").replace("-", "_") for each in options[:-1]] == [*run_command.SECTIONS.values()]
+    said = "".join(groups)
+    for taken in ("--sampler-is-cap NUMBER", "--profile-steps FROM:TO", "--record-steps FROM:TO", "--events {on,off}",
+                  "--host-register {auto,off}", "--numa {default,interleave}", "--metrics-port PORT", "--run ID",
+                  "--engine MODULE:FACTORY", "--rows N", "--out PATH", "--call-timeout-s SECONDS"):  # fmt: skip
+        assert f"  {taken}" in said
 
 
 def test_print_config_shows_value_and_origin(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ def test_the_working_directory_is_importable(tmp_path: Path, monkeypatch: pytest
     [
         ("no_colon", PluginError, "'no_colon' is not of the form module:factory"),
         ("nowhere.at_all:make", PluginError, "no module named 'nowhere'"),
-        (f"{HERE}:missing", PluginError, "missing is nothing, not a function"),
+        (f"{HERE}:missing", PluginError, "has no 'missing'; functions there: "),
         (f"{HERE}:not_callable", PluginError, "not_callable is a int"),
         (f"{HERE}:raises", PluginError, r"raised KeyError: 'width'; called with settings \['checkpoint_dir', 'width"),
         (f"{HERE}:refuses", BudgetError, "use width = 100"),
