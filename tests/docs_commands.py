@@ -125,12 +125,13 @@ def _check_make(arguments: list[str]) -> None:
 
 
 def _check_pip(arguments: list[str]) -> None:
-    if arguments[:1] != ["install"] or len(arguments) != 2:
-        raise WrongCommand(f"pip {' '.join(arguments)}: only `pip install '.[EXTRA]'` or 'shmstage[EXTRA]'")
-    found = re.fullmatch(r"(?:\.|shmstage)(?:\[([\w,]+)\])?", arguments[1])
+    editable = arguments[1:2] == ["-e"]
+    if arguments[:1] != ["install"] or len(arguments) != 2 + editable:
+        raise WrongCommand(f"pip {' '.join(arguments)}: only `pip install [-e] '.[EXTRA]'` or 'shmstage[EXTRA]'")
+    found = re.fullmatch(rf"(?:\.{'' if editable else '|shmstage'})(?:\[([\w,]+)\])?", arguments[-1])
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     if found is None or not set((found[1] or next(iter(extras))).split(",")) <= set(extras):
-        raise WrongCommand(f"pip install {arguments[1]}: the extras are {', '.join(extras)}")
+        raise WrongCommand(f"pip install {arguments[-1]}: the extras are {', '.join(extras)}")
 
 
 def _check_python(arguments: list[str], files: Mapping[str, str]) -> None:

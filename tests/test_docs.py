@@ -84,7 +84,8 @@ def test_every_shell_line_is_one_that_its_command_takes(tmp_path: Path, monkeypa
     [
         "shmstage rum", "shmstage run --row 3x", "shmstage run --no-such-flag", "shmstage run --boundary sometimes",
         "shmstage run --config nowhere.toml", "shmstage bundle import", "make nothing", "python bench/nothing.py",
-        "python bench/boundary.py --no-such-option 3", "pip install 'shmstage[nothing]'", "kubectl apply",
+        "python bench/boundary.py --no-such-option 3", "pip install 'shmstage[nothing]'",
+        "pip install -e 'shmstage[ray]'", "kubectl apply",
         "docker run --no-such-option image", "docker run --shm-size=1g image shmstage run --rows none",
         "echo x && shmstage gc --nothing",
     ],

@@ -10,15 +10,6 @@ from docs_blocks import DOCS, README, Block, blocks_of, kind_of, run_page
 
 from shmstage.packing.bundle import read_bundle
 
-WRITE_ROLLOUTS = """
-import json
-from my_source import make_source
-with open("rollouts.jsonl", "w") as file:
-    for group in make_source({}).groups(0):
-        for t in group.trajectories:
-            print(json.dumps({"tokens": t.tokens.tolist(), "loss_mask": t.loss_mask.tolist(), "advantages": 1.0,
-                              "old_logprobs": t.old_logprobs.tolist(), "group_id": t.group_id}), file=file)
-"""
 #: pages with something to run; the others have blocks that are only checked, or none
 PAGES = (
     "quickstart.md", "models.md", "inputs.md", "transport.md", "operate/guide.md", "operate/errors.md",
@@ -63,24 +54,30 @@ def test_a_page_with_a_wrong_block_fails(tmp_path: Path, compiled: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_loss_the_source_and_the_hooks_of_the_readme_train(tmp_path: Path, compiled: Path) -> None:
-    files = {block.title: block for block in blocks_of(README) if block.title}
-    assert set(files) == {"my_hooks.py", "my_loss.py", "run.toml", "my_source.py", "routed.toml"}
-    # what its source gives is what its import reads; the rest as it stands there, smaller
-    write = Block(README, 0, "python", WRITE_ROLLOUTS, "", "")
-    table = '[hooks]\nfactory = "my_hooks:make"\ntarget = 0.05\n'
-    assert all(line in files["my_hooks.py"].text for line in ("[hooks]", 'factory = "my_hooks:make"', "target = 0.05"))
-    run = Block(README, 0, "bash", "shmstage bundle import rollouts.jsonl my-bundle\nshmstage run --config run.toml "
-                "--rows 2 --steps 2 --microbatches-per-step 2 --checkpoint-every 1 --out runs/mine", "", "")
-    blocks = [files["my_hooks.py"], files["my_loss.py"], files["my_source.py"], files["run.toml"], write]
-    problems = run_page(blocks, tmp_path, compiled)
-    with (tmp_path / "run.toml").open("a") as file:
-        file.write(table)
-    problems += run_page([run], tmp_path, compiled)
+def test_the_loss_and_the_data_of_the_readme_train_with_the_commands_that_stand_there(
+    tmp_path: Path, compiled: Path
+) -> None:
+    blocks = blocks_of(README)
+    files = {block.title: block for block in blocks if block.title}
+    assert set(files) == {"my_loss.py", "write_rollouts.py", "run.toml"}
+    commands = next(block for block in blocks if "python write_rollouts.py" in block.text)
+    # tests/launch/test_compare.py compares
+    lines = [line for line in commands.text.splitlines() if "compare" not in line]
+    assert len(lines) == 4
+    run = Block(README, commands.line, "bash", "\n".join(lines), "", "")
+    problems = run_page([*files.values(), run], tmp_path, compiled)
     assert not problems, "\n".join(problems)
-    assert len(read_bundle(tmp_path / "my-bundle").trajectories) == 100
-    lines = [json.loads(line) for line in (tmp_path / "runs/mine/steps.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2]
+    assert len(read_bundle(tmp_path / "my-bundle").trajectories) == 32
+    steps = [json.loads(line)["step"] for line in (tmp_path / "runs/mine/steps.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_a_misspelled_key_of_the_engine_of_the_readme_is_refused(tmp_path: Path, compiled: Path) -> None:
+    files = {block.title: block for block in blocks_of(README) if block.title}
+    use = Block(README, 0, "python", "from my_loss import make_engine\nmake_engine({'learnin_rate': 1})", "", "")
+    (problem,) = run_page([files["my_loss.py"], use], tmp_path, compiled)
+    assert "ValueError: [engine] has keys that nobody reads: learnin_rate" in problem
 
 
 @pytest.mark.slow
@@ -90,9 +87,10 @@ def test_producer_and_consumer_of_the_readme_meet(tmp_path: Path, compiled: Path
     assert len(one) == len(another) == 1
     (tmp_path / "one.py").write_text(one[0].text)
     (tmp_path / "another.py").write_text(another[0].text)
-    both = Block(README, one[0].line, "bash", "python one.py &\npython another.py\nwait $!", "", "")
-    problems = run_page([both], tmp_path, compiled)
-    assert not problems, "\n".join(problems)
+    for first, second in (("one.py", "another.py"), ("another.py", "one.py")):  # "in either order"
+        both = Block(README, one[0].line, "bash", f"python {first} &\npython {second}\nwait $!", "", "")
+        problems = run_page([both], tmp_path, compiled)
+        assert not problems, "\n".join(problems)
 
 
 def test_every_python_block_of_the_readme_is_run_here() -> None:
