@@ -13,20 +13,10 @@ from unittest import mock
 
 from shmstage import errors
 from shmstage.cli import COMMANDS
+from shmstage.launch.run_command import SECTIONS
 from shmstage.settings import SWITCHES, Settings
 
 HERE: Final = Path(__file__).parent
-
-#: heading → the first setting under it, in the order of their declaration
-SECTIONS: Final = {
-    "The run and its input": "run",
-    "Order and size of steps": "boundary",
-    "Memory": "slots",
-    "What is done at a boundary": "checkpoint_every",
-    "Checks, resume, events": "verify",
-    "Watching": "metrics_port",
-    "Deadlines and restarts": "stage_wait_s",
-}
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -37,7 +27,7 @@ def settings() -> str:
     heading_of = {key: heading for heading, key in SECTIONS.items()}
     unknown = set(heading_of) - set(Settings.model_fields)
     if unknown:
-        raise ValueError(f"docs/hooks/docs_reference.py: SECTIONS names {sorted(unknown)}, which are no settings")
+        raise ValueError(f"run_command.SECTIONS names {sorted(unknown)}, which are no settings")
     lines: list[str] = []
     for key, field in Settings.model_fields.items():
         if key in heading_of:
