@@ -108,7 +108,7 @@ def run_file(out: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(out: Path, up_to: float = math.inf) -> int | None:
-    """The highest step (``up_to`` one) that has a complete checkpoint, ``12`` or ``12.npz``; ``None`` without any."""
+    """The highest step up to ``up_to`` with a complete checkpoint, ``12`` or ``12.npz``; ``None`` without any."""
     with contextlib.suppress(OSError):
         # not ``12.orbax-checkpoint-tmp``: what orbax has not finished carries the step, too
         found = [re.fullmatch(r"([0-9]+)(\.\w+)?", name) for name in _checkpoints(out)]
@@ -187,8 +187,8 @@ def _prepare(settings: Settings, out: Path) -> None:
     held, journaled = _checkpoints(out), _is_journaled(out)
     if held and not settings.resume and not journaled and _trained_nothing(out, held):
         raise SettingsError(
-            f"out = {out} holds an earlier run that trained no step: remove {out} to start anew, or add --resume to the "
-            "corrected command"
+            f"out = {out} holds an earlier run that trained no step: remove {out} to start anew, or add --resume to "
+            "the corrected command"
         )
     if held and not settings.resume:
         raise SettingsError(

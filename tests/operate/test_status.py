@@ -241,7 +241,7 @@ def test_a_run_is_named_by_directory_id_or_beginning(
     finally:
         os.rename(spare, Path(SHM_DIR, pool.name[1:]))
     for nobody in ("", "nobody"):
-        with pytest.raises(SettingsError, match="nor of one pool in shared memory"):
+        with pytest.raises(SettingsError, match="nor is it one in shared memory"):
             locate(nobody)
 
 
