@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from shmstage.launch.gang import Again, Ended, Gang, Over, Verdict
 from shmstage.launch.host_environment import forwarded
 from shmstage.launch.metrics_server import Metrics, serving
 from shmstage.launch.processes import Child
-from shmstage.launch.run_directory import LAUNCHER, RAY_LOG, claimed
+from shmstage.launch.run_directory import LAUNCHER, RAY_LOG, claimed, what_is_saved
 from shmstage.launch.single_host import Progress, Stop, complete_summary, only_one, stop_signals
 from shmstage.launch.step_follower import StepFollower
 from shmstage.launch.supervisor import ending_of
@@ -74,18 +75,29 @@ def launch(
         run = _Launch(settings, out, rays, nonce, stop, progress, metrics, say)
         run.watchdog = stack.enter_context(Watchdog(lambda: _end_hung(settings, out, rays, run)))
         failure: ShmstageError | None
+        stopped: StoppedError | None = None
         leaked: set[str] = set()
         try:
             failure = run.to_the_end()
-        except (ShmstageError, KeyboardInterrupt) as error:
-            failure = error if isinstance(error, ShmstageError) else StoppedError("stopped by SIGINT")
+        except (StoppedError, KeyboardInterrupt) as error:
+            failure = stopped = error if isinstance(error, StoppedError) else StoppedError("stopped by SIGINT")
+        except ShmstageError as error:
+            failure = error
         finally:
             leaked = run.close()
         progress.poll()
+        if stopped is not None:  # only now have the trainers saved what they could
+            failure = StoppedError(f"{stopped}; {what_is_saved(out, _command(hosts, address))}")
         if failure is not None:
             write_failure(out, LAUNCHER, failure)
             raise failure
         return complete_summary(out, run.gang.restarts, sorted(leaked), time.monotonic() - began)
+
+
+def _command(hosts: int | None, address: str | None) -> str:
+    """What started this launch, but for the settings: OUT keeps those."""
+    where = "--local-cluster" if address is None else f"--address {shlex.quote(address)}"
+    return f"shmstage launch {where}" + (f" --hosts {hosts}" if hosts is not None else "")
 
 
 @contextlib.contextmanager

@@ -124,7 +124,7 @@ def with_progress(
     with StepProgress(settings, console) as progress:
         summary = start(progress)
     if not as_json:
-        console.print(summary_table(summary))
+        console.print(summary_table(summary, settings.step_cap))
         console.print(f"written to {summary['out']}", highlight=False, soft_wrap=True)
     return summary
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import secrets
+import shlex
 import shutil
 import threading
 import time
@@ -20,7 +22,7 @@ from shmstage.memory.locks import lock_exclusively
 from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, owned_objects
 from shmstage.memory.sweep import sweep
 from shmstage.orchestrator.beginning import NAME as BEGUN
-from shmstage.orchestrator.step_lines import read_step_lines
+from shmstage.orchestrator.step_lines import last_step, read_step_lines
 from shmstage.packing.recording import check_is_free
 from shmstage.records import failure_path, read_json
 from shmstage.settings import Settings
@@ -81,7 +83,8 @@ def find_run(name: str, runs: Path = Path("runs")) -> Path:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise SettingsError(f"no run {shown(name)}: neither a directory with a run.json nor the id of a run in {runs}/")
+        why = "that directory holds no run.json" if os.path.isdir(name) else "there is no such directory"
+        raise SettingsError(f"no run {shown(name)}: {why}, and no run in {runs}/ has an id that begins so")
     names = ", ".join(ids[out] for out in found)
     raise SettingsError(f"run {shown(name)} could be {names[:400]}; give more of the id, or the OUT directory")
 
@@ -104,13 +107,29 @@ def run_file(out: Path) -> dict[str, Any]:
     return settings
 
 
-def newest_checkpoint(out: Path) -> int | None:
-    """The highest step that has a complete checkpoint in ``out``, ``12`` or ``12.npz``; ``None`` without any."""
+def newest_checkpoint(out: Path, up_to: float = math.inf) -> int | None:
+    """The highest step up to ``up_to`` with a complete checkpoint, ``12`` or ``12.npz``; ``None`` without any."""
     with contextlib.suppress(OSError):
         # not ``12.orbax-checkpoint-tmp``: what orbax has not finished carries the step, too
         found = [re.fullmatch(r"([0-9]+)(\.\w+)?", name) for name in _checkpoints(out)]
-        return max((int(name[1]) for name in found if name), default=None)
+        return max((step for name in found if name and (step := int(name[1])) <= up_to), default=None)
     return None
+
+
+def what_is_saved(out: Path, command: str) -> str:
+    """Of a run that was stopped, in words, and how it goes on: ``command`` and ``--resume``."""
+    again = f"`{command} --resume {shlex.quote(str(out))}`"
+    reached = None
+    with contextlib.suppress(SettingsError, OSError):  # a resume says what is wrong with the file
+        reached = last_step(out / "steps.jsonl")
+    saved = newest_checkpoint(out, math.inf if reached is None else reached)
+    if saved:
+        return f"saved up to step {saved}; {again} goes on"
+    if not _checkpoints(out):
+        return f"nothing was trained; {again if _is_journaled(out) else 'the same command'} starts it again"
+    if saved == 0:
+        return f"{'no step is saved' if reached else 'nothing was trained'}; {again} begins with step 1"
+    return f"{again} goes on from its newest checkpoint"
 
 
 @contextlib.contextmanager
@@ -165,13 +184,17 @@ def _prepare(settings: Settings, out: Path) -> None:
         _wait_for_predecessors(run, 2 * settings.stop_grace_s + POLL_S)
     if settings.record is not None and not settings.resume:
         check_is_free(settings.record)
-    held = _checkpoints(out)
+    held, journaled = _checkpoints(out), _is_journaled(out)
+    if held and not settings.resume and not journaled and _trained_nothing(out, held):
+        raise SettingsError(
+            f"out = {out} holds an earlier run that trained no step: remove {out} to start anew, or add --resume to "
+            "the corrected command"
+        )
     if held and not settings.resume:
         raise SettingsError(
             f"out = {out} holds {len(held)} checkpoint{'s' * (len(held) > 1)} of an earlier run; "
             "add --resume to continue it, or choose another --out"
         )
-    journaled = (out / "journal").is_dir() and any((out / "journal").iterdir())
     if journaled and not settings.resume:
         raise SettingsError(
             f"out = {out} holds a journal of what a source gave that cannot be asked again; add --resume to train it, "
@@ -197,6 +220,15 @@ def _checkpoints(out: Path) -> list[str]:
     directory = out / "checkpoints"
     names = [entry.name for entry in directory.iterdir()] if os.path.isdir(directory) else []
     return [name for name in names if not name.startswith(".")]
+
+
+def _is_journaled(out: Path) -> bool:
+    return (out / "journal").is_dir() and any((out / "journal").iterdir())
+
+
+def _trained_nothing(out: Path, held: list[str]) -> bool:
+    lines = out / "steps.jsonl"
+    return len(held) == 1 and newest_checkpoint(out) == 0 and not (lines.exists() and lines.stat().st_size)
 
 
 def _wait_for_predecessors(run: str, timeout_s: float) -> None:

@@ -26,7 +26,7 @@ from shmstage.errors import (
 from shmstage.launch.keeper import ROLES, ChildProcess, Keeper
 from shmstage.launch.metrics_server import Metrics, serving
 from shmstage.launch.processes import Child
-from shmstage.launch.run_directory import LAUNCHER, claimed
+from shmstage.launch.run_directory import LAUNCHER, claimed, what_is_saved
 from shmstage.launch.step_follower import StepFollower
 from shmstage.memory.names import owned_objects
 from shmstage.memory.sweep import sweep
@@ -62,6 +62,7 @@ def run(settings: Settings, progress: Progress, say: Callable[[str], None] = lam
             grace_s=settings.stop_grace_s, clock=time.monotonic,
         )  # fmt: skip
         failure: ShmstageError | None
+        stopped: StoppedError | None = None
         try:
             keeper.begin()
             while not keeper.look():
@@ -70,8 +71,8 @@ def run(settings: Settings, progress: Progress, say: Callable[[str], None] = lam
                 metrics.poll()
                 _wait_for_any(keeper.children)
             failure = failure_of(out, keeper.children, keeper.failure)
-        except StoppedError as stopped:
-            failure = stopped
+        except StoppedError as error:
+            failure = stopped = error
         finally:
             keeper.end()
             left = owned_objects(settings.run)
@@ -80,6 +81,8 @@ def run(settings: Settings, progress: Progress, say: Callable[[str], None] = lam
             leaked = owned_objects(settings.run) if keeper.anyone_died else left
             clear_stale_endpoints([socket_path(endpoint_for(settings.run, "trainer"))])
         progress.poll()
+        if stopped is not None:  # only now have the children saved what they could
+            failure = StoppedError(f"{stopped}; {what_is_saved(out, 'shmstage run')}")
         if keeper.is_done:
             failure = host.complaint()
         if failure is not None:

@@ -15,6 +15,7 @@ from shmstage.errors import TransportError
 from shmstage.launch.command import CommandParser, json_on_failure
 from shmstage.memory.machine import read_machine
 from shmstage.memory.sweep import sweep
+from shmstage.operate.gc_command import collect
 from shmstage.operate.machine_checks import (
     Finding,
     check_leftovers,
@@ -53,11 +54,15 @@ def _main(argv: Sequence[str]) -> int:
 def examine() -> list[Finding]:
     """Every finding about this machine, the worst first. Changes nothing but that the runtime directory exists."""
     machine = read_machine()
-    left = sweep(dry_run=True)
+    try:
+        left = [*collect(dry_run=True).removed]
+    except (TransportError, OSError):  # of the runtime directory, which has a finding of its own
+        left = sweep(dry_run=True)
+    endpoints = sum(item.name.startswith("/") for item in left)
     findings = [
         *check_machine(machine),
         _runtime_finding(),
-        check_leftovers(machine, sum(item.nbytes for item in left), len(left)),
+        check_leftovers(machine, sum(item.nbytes for item in left), len(left) - endpoints, endpoints),
         check_software([("python", platform.python_version()), *((name, _version(name)) for name in _PACKAGES)]),
     ]
     return sorted(findings, key=lambda finding: _ORDER[finding.level])

@@ -61,8 +61,8 @@ def collect(run_id: str | None = None, *, dry_run: bool) -> SweepReport:
         endpoints = [socket_path(endpoint_for(run_id, role)) for role in ROLES]
     looks = sweep_endpoints(endpoints, dry_run=dry_run)
     return SweepReport(
-        (*memory.removed, *(SweptObject(str(look.path), look.reason, 0) for look in looks if look.stale)),
-        (*memory.left_alone, *(LeftObject(str(look.path), look.reason) for look in looks if not look.stale)),
+        (*memory.removed, *(SweptObject(str(look.found), look.reason, 0) for look in looks if look.stale)),
+        (*memory.left_alone, *(LeftObject(str(look.found), look.reason) for look in looks if not look.stale)),
     )
 
 

@@ -172,14 +172,19 @@ def check_runtime_dir(path: str, error: str, mode: int, wanted: str) -> Finding:
     return Finding("sockets", "ok", f"{path}, mode {mode:04o}")
 
 
-def check_leftovers(machine: Machine, nbytes: int, count: int) -> Finding:
-    """What ``shmstage gc`` would remove now."""
-    if not count:
-        return Finding("leftovers", "ok", "the dead have left nothing in shared memory")
+def check_leftovers(machine: Machine, nbytes: int, count: int, endpoints: int = 0) -> Finding:
+    """What ``shmstage gc`` would remove now; ``endpoints``: sockets, and locks of such, beside what is in memory."""
+    if not count + endpoints:
+        return Finding("leftovers", "ok", "the dead have left nothing, neither in shared memory nor among the sockets")
     binding = tightest(machine.limits)
     much = binding is not None and nbytes > (binding.available_nbytes + nbytes) * MUCH_LEFT
-    files = f"{count} file{'s' * (count > 1)}"
-    text = f"{files} of dead processes hold {format_nbytes(nbytes)} of shared memory"
+    parts = []
+    if count:
+        files = f"{count} file{'s' * (count > 1)} of dead processes hold{'s' * (count == 1)}"
+        parts.append(f"{files} {format_nbytes(nbytes)} of shared memory")
+    if endpoints:
+        parts.append(f"{endpoints} socket{'s' * (endpoints > 1)} or lock{'s' * (endpoints > 1)} of dead processes")
+    text = ", and ".join(parts)
     return Finding("leftovers", "problem" if much else "note", text, "shmstage gc")
 
 

@@ -69,7 +69,7 @@ def locate(name: str) -> tuple[str, Path | None]:
         ids = {pool.run_id for pool in read_pools() if pool.run_id and pool.run_id.startswith(name)} if name else set()
         ids = {name} if name in ids or (name and not ids and list_objects(name)) else ids
         if len(ids) != 1:
-            raise SettingsError(f"{error}, nor of one pool in shared memory; `shmstage status` lists those") from None
+            raise SettingsError(f"{error}; nor is it one in shared memory: `shmstage status` lists those") from None
         run = ids.pop()
     return run, _out_of_living(read_processes(run), run)
 

@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -170,15 +171,16 @@ def run_reference(settings: Settings) -> dict[str, Any]:
 
 def _print_table(verdict: dict[str, Any]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from shmstage.launch.progress import PatientConsole
 
     table = Table(
         title=f"{verdict['steps']} steps of {verdict['microbatches_per_step']} micro-batches; medians of step time and "
-        "boundary idle"
-    )
-    for column in ("mode", "step", "idle", "idle, max", "staged", "parameters", "equal"):
-        table.add_column(column, no_wrap=True)
+        "boundary idle", title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False,
+    )  # fmt: skip
+    for column in ("mode", "step ms", "idle ms", "max idle ms", "staged", "params", "equal"):
+        table.add_column(column, no_wrap=True, justify="right" if column.endswith("ms") else "left")
     for mode, result in verdict["modes"].items():
         bad = any(text.startswith(f"{mode}:") for text in verdict["problems"])
         idle = result["boundary_idle_s"]
@@ -188,12 +190,13 @@ def _print_table(verdict: dict[str, Any]) -> None:
             "no" if bad else "yes",
         )  # fmt: skip
     table.add_row("reference", "", "", "", "", verdict["reference"]["param_digest"][:8], "")
-    console = PatientConsole(stderr=True)
+    # tables are cut to a terminal's width; a file or a pipe has none
+    console = PatientConsole(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     for text in verdict["problems"]:
-        console.print(f"[red]{text}[/]", highlight=False)
+        console.print(Text(text, style="red"), soft_wrap=True)
     console.print("equal" if verdict["equal"] else "NOT EQUAL", style="bold")
 
 
 def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.1f} ms"
+    return "-" if seconds is None else f"{1e3 * seconds:.1f}"

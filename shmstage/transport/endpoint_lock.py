@@ -77,11 +77,15 @@ class EndpointLock:
 
 
 class EndpointLook(NamedTuple):
-    """A socket path, whether a dead process left socket or lock there, and how that is known."""
+    """A socket path, whether a dead process left socket or lock there, and how that is known.
+
+    ``found``: the socket, or its lock where that is all there is, as of a launcher.
+    """
 
     path: Path
     stale: bool
     reason: str
+    found: Path
 
 
 def clear_stale_endpoints(paths: Iterable[Path], *, dry_run: bool = False) -> list[Path]:
@@ -107,7 +111,8 @@ def look_at_endpoint(path: Path) -> EndpointLook | None:
     if not problem:
         error = _why_not_stale(path)
         problem = "" if error is None else str(error)
-    return EndpointLook(path, not problem, problem or "no living process owns this socket")
+    found = path if os.path.lexists(path) else lock
+    return EndpointLook(path, not problem, problem or "no living process holds the lock", found)
 
 
 def _remove(look: EndpointLook) -> EndpointLook:
@@ -131,7 +136,7 @@ def _why_locked(lock: Path) -> str:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return ""
     except BlockingIOError:
-        return "a living process owns this socket"
+        return "a living process holds the lock"
     except OSError as error:
         return f"its lock cannot be looked at: {error.strerror}"
     finally:

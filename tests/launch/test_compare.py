@@ -10,6 +10,7 @@ import pytest
 from command_line import run_json
 
 from shmstage.settings import BOUNDARIES, Settings
+from shmstage.testing import compare
 from shmstage.testing.boundary_table import expected_calls
 from shmstage.testing.compare import problems_of
 
@@ -100,3 +101,34 @@ def test_every_difference_is_a_problem(change: dict[str, Any], said: str) -> Non
 def test_missing_payload_digests_are_a_problem() -> None:
     reference = {**REFERENCE, "payload_digests": [[""], [""]]}
     assert problems_of("serial", {**GOOD, **reference}, reference, SETTINGS)
+
+
+@pytest.mark.parametrize("columns", ["79", "40"])
+def test_table_and_verdict_are_the_output_and_fit_a_terminal(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of no terminal's width where there is none: a pipe gets every column whole."""
+    monkeypatch.setenv("COLUMNS", columns)
+    result = {
+        "step_s": {"median": 12.3456}, "boundary_idle_s": {"median": 0.3998, "max": None}, "staged_boundaries": 998,
+        "steps": 999, "param_digest": "0123456789",
+    }  # fmt: skip
+    problems = ["serial: losses differ from [the] reference loop"]
+    verdict = {
+        "equal": False, "problems": problems, "steps": 999, "microbatches_per_step": 16,
+        "modes": dict.fromkeys(BOUNDARIES, result), "reference": {"param_digest": "0123456789"},
+    }  # fmt: skip
+    monkeypatch.setattr(compare, "compare", lambda settings, say: verdict)
+    assert compare.main([]) == 1
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    lines = [line.rstrip() for line in shown.out.splitlines()]
+    assert max(map(len, lines)) <= 79
+    assert lines[1].split() == ["mode", "step", "ms", "idle", "ms", "max", "idle", "ms", "staged", "params", "equal"]
+    assert [line.split() for line in lines[2:6]] == [
+        [mode, "12345.6", "399.8", "-", "998/998", "01234567", "no" if mode == "serial" else "yes"]
+        for mode in BOUNDARIES
+    ]
+    assert lines[7:] == [*problems, "NOT EQUAL"]
+    assert compare.main(["--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == verdict

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from command_line import finish, is_running, pids, run_json, start, wait_for_step, wait_until_gone
 
+from shmstage.launch.run_directory import newest_checkpoint
+
 pytestmark = pytest.mark.slow
 STAGED = ("--pipeline-step-boundary", "--stage-next-microbatch")
 
@@ -108,13 +110,18 @@ def test_children_of_a_killed_launcher_stop_by_themselves(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_everything_in_good_order(number: signal.Signals, tmp_path: Path) -> None:
-    process = start("run", "--steps", "10000", *STAGED, "--out", "out", cwd=tmp_path)
+    process = start("run", "--steps", "10000", *STAGED, "--out", "out", "--json", cwd=tmp_path)
     wait_for_step(process, 2)
     who = pids(tmp_path / "out")
     process.send_signal(number)
-    code, _, err = finish(process)
+    code, printed, err = finish(process)
     assert code == 130, err
     assert not any(is_running(pid) for pid in who.values())
+    out = tmp_path / "out"
+    again = f"saved up to step {newest_checkpoint(out)}; `shmstage run --resume {out}` goes on"
+    assert err.splitlines()[-1] == f"StoppedError: stopped by {number.name}; {again}"
+    error = json.loads(printed)["error"]
+    assert (error["kind"], error["text"]) == ("StoppedError", f"stopped by {number.name}; {again}")
 
 
 def test_a_second_run_of_the_same_id_is_refused_and_the_first_is_unharmed(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from shmstage.errors import BudgetError, EngineError, SettingsError
 from shmstage.launch import run_directory
 from shmstage.launch.run_command import add_settings, resolve_args
-from shmstage.launch.run_directory import claimed, completed, find_run, newest_checkpoint
+from shmstage.launch.run_directory import claimed, completed, find_run, newest_checkpoint, what_is_saved
 from shmstage.memory.identity import ProcessIdentity
 from shmstage.memory.names import LOCK_SUFFIX, SHM_DIR, list_objects, new_name, owned_objects
 from shmstage.settings import Settings
@@ -62,6 +62,59 @@ def test_checkpoints_need_resume(name: str, tmp_path: Path) -> None:
         pass
     with claimed(settings(tmp_path, resume=True)):
         pass
+
+
+def earlier_run(out: Path, *checkpoints: str, lines: int = 0) -> Path:
+    """What a run leaves that was stopped, or met bad input: ``lines`` steps in its record."""
+    for name in checkpoints:
+        (out / "checkpoints" / name).mkdir(parents=True)
+    (out / "run.json").write_text('{"settings": {"run": "before"}}')
+    text = "".join(json.dumps({"step": step, "attempt": 1}) + "\n" for step in range(1, lines + 1))
+    (out / "steps.jsonl").write_text(text)
+    return out
+
+
+def test_after_a_run_that_trained_nothing_both_ways_on_are_named(tmp_path: Path) -> None:
+    """Bad input is met after checkpoint 0: the corrected command is told what to do, and nothing is removed."""
+    earlier_run(tmp_path, "0.npz")
+    with pytest.raises(SettingsError) as refused, claimed(settings(tmp_path)):
+        pass
+    said = f"an earlier run that trained no step: remove {tmp_path} to start anew, or add --resume to the corrected"
+    assert said in str(refused.value)
+    assert newest_checkpoint(tmp_path) == 0
+    with claimed(settings(tmp_path, resume=True)):
+        pass
+
+
+@pytest.mark.parametrize(("checkpoints", "lines", "journal"), [(("0", "2"), 0, 0), (("0",), 3, 0), (("0",), 0, 1)])
+def test_what_may_have_been_trained_is_not_said_to_be_removable(
+    checkpoints: tuple[str, ...], lines: int, journal: int, tmp_path: Path
+) -> None:
+    earlier_run(tmp_path, *checkpoints, lines=lines)
+    for number in range(journal):
+        (tmp_path / "journal").mkdir()
+        (tmp_path / "journal" / str(number)).write_text("what a live source gave")
+    with pytest.raises(SettingsError, match="of an earlier run; add --resume to continue"), claimed(settings(tmp_path)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "lines", "said"),
+    [
+        (("0", "20", "29.npz"), 29, "saved up to step 29; `GO --resume OUT` goes on"),
+        (("0", "20", "30"), 29, "saved up to step 20; `GO --resume OUT` goes on"),  # a checkpoint without its line
+        (("0",), 0, "nothing was trained; `GO --resume OUT` begins with step 1"),
+        (("0",), 3, "no step is saved; `GO --resume OUT` begins with step 1"),
+        ((), 0, "nothing was trained; the same command starts it again"),
+        (("step-4",), 4, "`GO --resume OUT` goes on from its newest checkpoint"),
+    ],
+)
+def test_what_a_stopped_run_has_saved_is_said(
+    checkpoints: tuple[str, ...], lines: int, said: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "my runs"
+    out.mkdir()
+    assert what_is_saved(earlier_run(out, *checkpoints, lines=lines), "GO") == said.replace("OUT", f"'{out}'")
 
 
 def test_the_newest_checkpoint_is_told_by_the_step_in_its_name(tmp_path: Path) -> None:
@@ -216,6 +269,9 @@ def test_a_run_is_found_by_its_directory_its_id_or_the_beginning_of_it(tmp_path:
     assert find_run("20260101-one-", runs) == two
     with pytest.raises(SettingsError, match="could be 20260101-one, 20260101-one-more; give more"):
         find_run("2026", runs)
+    for name, why in (("nobody", "there is no such directory"), (str(runs / "no-run"), "that directory holds no run")):
+        with pytest.raises(SettingsError, match=f"no run '{name}': {why}.*, and no run in .* has an id that begins so"):
+            find_run(name, runs)
     for name in ("x", str(runs / "no-run"), ""):
         with pytest.raises(SettingsError, match=r"no run .*|could be"):
             find_run(name, runs)

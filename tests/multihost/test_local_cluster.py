@@ -22,6 +22,7 @@ from command_line import finish, run_json, start
 
 from shmstage.errors import MissingExtraError, SettingsError
 from shmstage.launch import cluster
+from shmstage.launch.run_directory import newest_checkpoint
 
 OPTIONS = (
     "--steps",
@@ -187,7 +188,9 @@ def test_an_interrupted_launch_ends_in_good_order_and_can_be_resumed(
     finally:
         code, _, err = finish(process)
     assert code == 130, err
-    assert "stopped by SIGINT" in err
+    saved = newest_checkpoint(out)
+    again = f"`shmstage launch --local-cluster --hosts 2 --resume {out}` goes on"
+    assert f"StoppedError: stopped by SIGINT; saved up to step {saved}; {again}" in err
     resumed = run_json(*LOCAL, *OPTIONS, "--out", str(out), "--resume", cwd=tmp_path)
     assert resumed["param_digest"] == undisturbed["param_digest"]
     assert resumed["leaked_pools"] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from shmstage.operate.machine_checks import (
     check_runtime_dir,
     check_software,
 )
+from shmstage.transport.endpoints import endpoint_for, socket_path
 
 GB = 10**9
 SOUND = Machine(
@@ -132,6 +134,34 @@ def test_leftovers_are_a_problem_once_they_are_in_the_way() -> None:
     assert check_leftovers(SOUND, GB, 3).level == "note"
     bad = check_leftovers(SOUND, 30 * GB, 3)
     assert (bad.level, bad.remedy) == ("problem", "shmstage gc")
+
+
+@pytest.mark.parametrize(
+    ("count", "endpoints", "text"),
+    [
+        (1, 0, "1 file of dead processes holds 1 GB of shared memory"),
+        (0, 1, "1 socket or lock of dead processes"),
+        (2, 2, "2 files of dead processes hold 1 GB of shared memory, and 2 sockets or locks of dead processes"),
+    ],
+)
+def test_leftovers_among_the_sockets_are_counted_too(count: int, endpoints: int, text: str) -> None:
+    finding = check_leftovers(SOUND, GB * bool(count), count, endpoints)
+    assert (finding.level, finding.text, finding.remedy) == ("note", text, "shmstage gc")
+
+
+def test_the_lock_of_a_killed_launcher_is_a_leftover(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gc sees it; a runtime directory that cannot be used has its own finding and hides nothing in memory."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:  # pytest's own is too long for a socket
+        monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+        path = socket_path(endpoint_for("killed", "launcher"))
+        lock = path.with_name(path.name + ".lock")
+        lock.touch()
+        assert "1 socket or lock of dead" in {finding.check: finding.text for finding in examine()}["leftovers"]
+        lock.unlink()
+        path.parent.rmdir()
+        path.parent.write_text("in the way")
+        findings = {finding.check: finding for finding in examine()}
+        assert findings["sockets"].level == "problem" and "leftovers" in findings
 
 
 def test_sockets_and_software_have_their_own_findings() -> None:

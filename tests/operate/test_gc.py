@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -143,17 +144,28 @@ def test_sockets_of_the_living_are_left_and_of_the_dead_removed() -> None:
     """S85: a socket file is removed only if nobody owns it."""
     living = EndpointLock(socket_path(endpoint_for(RUN, "launcher")))
     dead = socket_path(endpoint_for(RUN, "trainer"))
-    dead.with_name(dead.name + ".lock").touch()
+    locks = [path.with_name(path.name + ".lock") for path in (dead, socket_path(endpoint_for(RUN, "launcher")))]
+    locks[0].touch()
     try:
         for run_id in (None, RUN):
             report = collect(run_id, dry_run=True)
-            assert [item.name for item in report.removed if item.name.startswith("/")] == [str(dead)]
-            left = [item.reason for item in report.left_alone if item.name.startswith("/")]
-            assert left == ["a living process owns this socket"]
+            removed = [(item.name, item.reason) for item in report.removed if item.name.startswith("/")]
+            assert removed == [(str(locks[0]), "no living process holds the lock")]  # there is no socket to name
+            left = [(item.name, item.reason) for item in report.left_alone if item.name.startswith("/")]
+            assert left == [(str(locks[1]), "a living process holds the lock")]
         collect(RUN, dry_run=False)
-        assert not dead.with_name(dead.name + ".lock").exists()
+        assert not locks[0].exists()
     finally:
         living.release()
+
+
+def test_a_socket_with_its_lock_is_named_as_the_socket() -> None:
+    path = socket_path(endpoint_for(RUN, "trainer"))
+    path.with_name(path.name + ".lock").touch()
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as left_behind:
+        left_behind.bind(str(path))
+    assert [item.name for item in collect(RUN, dry_run=False).removed] == [str(path)]
+    assert not path.exists() and not path.with_name(path.name + ".lock").exists()
 
 
 def leave_plain_file(path: Path) -> None:
@@ -199,7 +211,8 @@ def test_a_dry_run_and_a_real_one_say_the_same_of_what_is_no_stale_socket(
         dry, real = (collect(RUN, dry_run=dry_run) for dry_run in (True, False))
         assert dry == real and dry.removed == ()
         (left,) = dry.left_alone
-        assert left.name == str(path) and reason in left.reason
+        there = path if path.exists() else path.with_name(path.name + ".lock")
+        assert left.name == str(there) and reason in left.reason
         assert sorted(path.parent.iterdir()) == before
     finally:
         while _open:

@@ -241,7 +241,7 @@ def test_a_run_is_named_by_directory_id_or_beginning(
     finally:
         os.rename(spare, Path(SHM_DIR, pool.name[1:]))
     for nobody in ("", "nobody"):
-        with pytest.raises(SettingsError, match="nor of one pool in shared memory"):
+        with pytest.raises(SettingsError, match="nor is it one in shared memory"):
             locate(nobody)
 
 
@@ -353,7 +353,8 @@ def test_a_loss_that_is_no_number_is_still_json(tmp_path: Path) -> None:
     [
         (["--watch", "0"], "0 is not between"), (["--watch", "x"], "is no number of seconds"),
         (["--json", "--watch"], "one of them"),
-        (["nobody"], "no run 'nobody'"), (["--bogus"], "--help"),
+        (["nobody"], "no run 'nobody': there is no such directory, and no run in runs/ .*; nor is it one in shared"),
+        (["--bogus"], "--help"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_one_error(arguments: list[str], said: str) -> None:
