@@ -35,6 +35,8 @@ SOURCES = {
     "routing": ["fill.cpp", "parallel.cpp", "record.cpp", "routing.cpp", "window.cpp"],
 }
 RUN_DEADLINE_S = 120
+#: a race shows in some orders of the threads only: a seeded one is missed if none of so many runs reports it
+RACE_RUNS = 20
 RELAXED = "-U__ATOMIC_{0} -D__ATOMIC_{0}=__ATOMIC_RELAXED"
 
 
@@ -154,7 +156,10 @@ def build_and_run(check: Check, cxx: list[str], where: Path) -> Outcome:
     if built.returncode:
         outcome.text = built.stderr
     else:
-        code, text = run(program, check.sanitizer)
+        for _ in range(RACE_RUNS if check.fault and check.sanitizer == THREAD else 1):
+            code, text = run(program, check.sanitizer)
+            if code:
+                break
         if check.report and check.report in text and code:
             outcome.got = "reported"
         elif not code:

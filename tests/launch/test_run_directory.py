@@ -270,7 +270,7 @@ def test_a_run_is_found_by_its_directory_its_id_or_the_beginning_of_it(tmp_path:
     with pytest.raises(SettingsError, match="could be 20260101-one, 20260101-one-more; give more"):
         find_run("2026", runs)
     for name, why in (("nobody", "there is no such directory"), (str(runs / "no-run"), "that directory holds no run")):
-        with pytest.raises(SettingsError, match=f"no run '{name}': {why}.*, and no run in .* has an id that begins so"):
+        with pytest.raises(SettingsError, match=f"no run '.*: {why}.*, and no run in .* has an id that begins so"):
             find_run(name, runs)
     for name in ("x", str(runs / "no-run"), ""):
         with pytest.raises(SettingsError, match=r"no run .*|could be"):
