@@ -187,17 +187,7 @@ class EventWriter:
 class NoEvents:
     """Stands where events are switched off."""
 
-    def note(
-        self,
-        event: str,
-        t: int = 0,
-        end: int = 0,
-        *,
-        step: int = -1,
-        index: int = -1,
-        request_id: str = "",
-        **figures: Figure,
-    ) -> None:
+    def note(self, event: str, t: int = 0, end: int = 0, **identity_and_figures: Figure) -> None:
         return
 
     def close(self) -> None:

@@ -114,8 +114,8 @@ class RayAnswers:
 
         try:
             found = ray.get(self._asked, timeout=self._timeout_s)
-        except Exception:  # whose it is, each alone says
-            found = self._what_came()
+        except Exception as error:  # whose it is, each alone says
+            found = self._what_came(error)
         return [self._joined(chunks, name) for chunks, name in zip(found, self._names, strict=True)]
 
     def unanswered(self) -> list[str]:
@@ -125,16 +125,19 @@ class RayAnswers:
         _, late = ray.wait(self._asked, num_returns=len(self._asked), timeout=0)
         return [name for asked, name in zip(self._asked, self._names, strict=True) if asked in late]
 
-    def _what_came(self) -> list[Any]:
-        """After a failure: raises one that has come, or names all that have not; nothing if the last came just now."""
+    def _what_came(self, error: Exception) -> list[Any]:
+        """After ``error``: raises one that has come, or names all that have not; neither if the last came just now."""
         import ray
+        from ray.exceptions import GetTimeoutError
 
         came, late = ray.wait(self._asked, num_returns=len(self._asked), timeout=0)
         names = dict(zip(self._asked, self._names, strict=True))
         found = {asked: _gotten(asked, names[asked]) for asked in came}
         if late:
-            who = ", ".join(names[asked] for asked in self._asked if asked in late)
-            raise WaitTimeoutError(f"no pieces within {self._timeout_s:g} s from the store of {who}")
+            who = f"the store of {', '.join(names[asked] for asked in self._asked if asked in late)}"
+            if not isinstance(error, GetTimeoutError):  # an object that is lost does not come, not even as its error
+                raise PeerLostError(f"no pieces come from {who}: {type(error).__name__}") from None
+            raise WaitTimeoutError(f"no pieces within {self._timeout_s:g} s from {who}")
         return [found[asked] for asked in self._asked]
 
     def _joined(self, chunks: Any, name: str) -> list[Bytes]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shmstage.errors import PeerLostError, ProtocolError
-from shmstage.launch.ray_stores import CHUNK_NBYTES, RayStores, chunked, joined
+from shmstage.errors import PeerLostError, ProtocolError, WaitTimeoutError
+from shmstage.launch.ray_stores import CHUNK_NBYTES, RayAnswers, RayStores, chunked, joined
 from shmstage.packing.parts import Wanted
 
 Bytes = npt.NDArray[np.uint8]
@@ -73,6 +75,39 @@ def test_a_part_without_its_end_and_a_chunk_that_is_too_large_are_refused() -> N
         joined([whole[:5], whole])
     with pytest.raises(ProtocolError, match=f"a chunk of {CHUNK_NBYTES + 1} bytes; each has {CHUNK_NBYTES} at most"):
         joined([np.zeros(CHUNK_NBYTES + 1, np.uint8)])
+
+
+@pytest.fixture
+def ray_double(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As much of Ray as answers need: of two calls the first has come."""
+    ray: Any = types.ModuleType("ray")
+    ray.exceptions = types.ModuleType("ray.exceptions")
+    for name in ("GetTimeoutError", "ObjectLostError", "RayActorError", "RayTaskError"):
+        setattr(ray.exceptions, name, type(name, (Exception,), {}))
+    ray.wait = lambda asked, num_returns, timeout: (asked[:1], asked[1:])
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", ray.exceptions)
+    return ray
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "says"),
+    [
+        ("GetTimeoutError", WaitTimeoutError, "no pieces within 1 s from the store of far"),
+        ("ObjectLostError", PeerLostError, "no pieces come from the store of far: ObjectLostError"),
+    ],
+)
+def test_what_does_not_come_is_late_or_lost_as_the_wait_for_all_ended(
+    failure: str, kind: type[Exception], says: str, ray_double: Any
+) -> None:
+    def get(asked: Any, timeout: float) -> Any:
+        if asked == "near's":
+            return []
+        raise getattr(ray_double.exceptions, failure)
+
+    ray_double.get = get
+    with pytest.raises(kind, match=says):
+        RayAnswers(["near's", "far's"], ["near", "far"], 1.0).get()
 
 
 def test_a_store_that_there_is_not_is_named() -> None:
